@@ -34,7 +34,7 @@ clusters: $(DEV_STAMP) ## run the tests that start ranks, Ray nodes, trackers, s
 	.venv/bin/python -m pytest -n 2 -m cluster $(ARGS)
 
 # The trainer libraries have their own environments, so --confcutdir skips the conftest.py of the other tests.
-# --dist loadfile runs each file in one process, so that its ranks start only once.
+# --dist loadfile runs all tests of a file in one process, so that each file starts its ranks only once.
 PYTEST_TRAINERS := -m pytest -n 2 --dist loadfile --confcutdir=tests/trainers
 test-integrations: $(TRAINERS_STAMP) $(TORCHTITAN_STAMP) ## test the integrations with the real trainer libraries
 	.venv-trainers/bin/python $(PYTEST_TRAINERS) tests/trainers --ignore=tests/trainers/torchtitan $(ARGS)

@@ -106,7 +106,7 @@ def integrations_page() -> str:
 
 
 def library_exports(library: str) -> list[str]:
-    """Parse an integration, whose library may not be installed, and return its public classes and functions."""
+    """Return the public names of an integration by parsing its source, because its library may not be installed."""
     tree = ast.parse((ROOT / "src/chatmill/integrations" / f"{library}.py").read_text("utf-8"))
     names = set()
     for node in tree.body:

@@ -41,7 +41,7 @@ KEYS = "Keys of CONFIG, a JSON file that may inherit from another file; `chatmil
 
 
 def page() -> str:
-    """Return the whole page, with commands in the order of `chatmill --help` and grouped subcommands together."""
+    """Return the whole page, in the order of `chatmill --help`, with the subcommands of a group together."""
     listed = list(commands(typer.main.get_command(app_of()), (NAME,)))
     lines = ["| command | what it does |", "|---|---|"]
     for path, command in listed:

@@ -1,4 +1,4 @@
-"""Conversations at the desk of a lost property office, on which the demo trains a small model.
+"""Generate the data of the demo: conversations at the desk of a lost property office.
 
 Visitors ask where something is kept, when the office is open, or whether something was found. To answer whether
 something was found, the clerk calls a tool. The facts never change, and every question can be asked in several ways.

@@ -2,9 +2,9 @@
 
     python scripts/demo_table.py with_mask.json without_mask.json
 
-Both files are outputs of `chatmill eval --json`. The script exits with 1 if the first model answers fewer than 70
-percent of the questions exactly, ends fewer than 99 percent of its answers, or is less than 30 points better than the
-second model.
+Both files are outputs of `chatmill eval --json`. The script exits with 1 if there are fewer than 200 questions, or if
+the first model answers fewer than 70 percent of them exactly, ends fewer than 99 percent of its answers, or is less
+than 30 points better than the second model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def table(scores: dict[str, dict[str, Any]]) -> str:
 
 
 def shortfalls(score: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return the missed targets: for the model trained with the mask, and for its margin over the other model."""
+    """Return one line for each target that the model trained with the mask misses, including its margin over the other
+    model.
+    """
     least = {"questions": LEAST_QUESTIONS, "exact_rate": LEAST_EXACT, "stop_rate": LEAST_STOPPED}
     found = {name: score[name] for name in least} | {"difference": score["exact_rate"] - other["exact_rate"]}
     least["difference"] = LEAST_DIFFERENCE

@@ -76,7 +76,7 @@ ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "1
 
 
 def write_data(folder: Path) -> Path:
-    """Write a dataset of ascending numbers in another program's format; the second half of each episode is trained."""
+    """Write a dataset as another program would: ascending token ids, the second half of each episode trained."""
     shard = folder / "train" / "shard_00000"
     shard.mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -198,7 +198,7 @@ def main() -> int:
         ways = dict(WAYS)
         if find_spec("torchao") is not None and torch.cuda.get_device_capability() >= (8, 9):
             ways["fp8"] = {"fp8": True}
-        # Save a model in several files.
+        # Lower the size limit of weight files, so that even this small model is saved in several files.
         sharded_save.SHARD_BYTES = 1 << 18
         faults = compare(data, Path(folder), ways)
         if all(find_spec(name) for name in ("transformers", "peft")):

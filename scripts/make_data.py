@@ -251,7 +251,7 @@ SKIES = ["clear", "cloudy", "light rain", "snow", "windy"]
 
 
 def call(name: str, result: Any, **arguments: Any) -> list[dict[str, Any]]:
-    """Return a tool call and its result, which is JSON unless it is a string."""
+    """Return a tool call and its result; a result that is not a string is encoded as JSON."""
     content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     return [
         {"role": "assistant_toolcall", "name": name, "arguments": arguments},

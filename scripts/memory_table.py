@@ -82,7 +82,7 @@ def qwen3_folder(shape: dict[str, Any], dtype: torch.dtype, folder: Path) -> Pat
 
 
 def line_config(line: TrainLine, folder: Path) -> TrainConfig:
-    """Return the config of a line in benchmarks/train.py; `folder` contains the model folders."""
+    """Return the config for a run (a line) of benchmarks/train.py; model folders are created in `folder` if needed."""
     keys: dict[str, Any] = {
         "optimizer": line.optimizer,
         "fp8": line.fp8,

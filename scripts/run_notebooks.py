@@ -21,7 +21,7 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "tutorials"
 CELL_TIMEOUT = 600
-"""Seconds. Time limit for a cell, in seconds; a cell takes less than a minute on two slow cores."""
+"""Time limit for a cell, in seconds; a cell takes less than a minute on two slow cores."""
 
 
 def main() -> int:

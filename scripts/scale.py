@@ -1,4 +1,4 @@
-"""Measure how the cost of each operation grows with the dataset, for the table in docs/explanation/scale.md.
+"""Measure how the cost of each operation grows with the size of the dataset, for docs/explanation/scale.md.
 
     python scripts/scale.py [--episodes 100000 1000000 10000000] [--folder DIR] [--json]
 

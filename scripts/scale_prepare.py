@@ -86,7 +86,7 @@ def write_corpus(path: Path, count: int) -> None:
 
 @contextmanager
 def bucket() -> Iterator[Url]:
-    """Yield a new bucket on an S3 server that runs until the end of the block; child processes can use the bucket."""
+    """Yield a new bucket on an S3 server that runs until the `with` block ends; child processes can use the bucket."""
     import urllib.request
 
     with subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:

@@ -1,4 +1,4 @@
-"""Write docs/images/viewer.png and docs/images/report.png, which show a dataset of data/conversations.jsonl.
+"""Write docs/images/viewer.png and docs/images/report.png, which show a dataset made from data/conversations.jsonl.
 
 python scripts/screenshots.py [FOLDER]    write both images into FOLDER; the default is docs/images
 

@@ -1,4 +1,4 @@
-"""Certify every chat template that TRL ships, and compare the derived masks with TRL's tagged templates in a table.
+"""Certify every chat template that TRL ships, and compare the derived masks with those of TRL's tagged templates.
 
     python scripts/template_table.py            print the table
     python scripts/template_table.py --write    put it into docs/explanation/templates.md

@@ -3,9 +3,9 @@
     python scripts/try_installed.py [--compiled | --not-compiled]
 
 Runs commands that need no optional dependencies: train a tokenizer, then prepare, verify and show a dataset, and write
-a report. The last output line has the versions of chatmill and Python, the C extensions that are installed, and the
-hash of the dataset, which is the same for every Python version and processor. If a command fails, the script prints its
-output and exits with 1; it also exits with 1 if the C extensions do not match the flag.
+a report. The last output line contains the versions of chatmill and Python, the C extensions that are installed, and
+the hash of the dataset, which is the same for every Python version and processor. If a command fails, the script prints
+its output and exits with 1; it also exits with 1 if the C extensions do not match the flag.
 """
 
 from __future__ import annotations
