@@ -1,11 +1,11 @@
-"""Compare the time of a build with two processes on two cores and with one process per core.
+"""Compare the build time on two cores with the build time on all cores, with one process per core.
 
     python benchmarks/cores.py                   two cores and all cores of this machine; 500,000 conversations
     python benchmarks/cores.py --cores 2 4 8     these numbers of cores
 
-The input is 50,000 conversations, repeated `--times` times and packed into rows of 4096. Start-up time is excluded. All
-builds write the same bytes. *Serial* is the CPU time of the main process, whose work is not parallel: it plans the
-shards, collects the results of units and removes the staged files.
+The input is 50,000 conversations, repeated `--times` times and packed into rows of 4096 tokens. Start-up time is
+excluded. All builds write the same bytes. *Serial* is the CPU time of the main process, whose work is not parallel: it
+plans the shards, collects the results of units and removes the staged files.
 """
 
 from __future__ import annotations

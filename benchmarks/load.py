@@ -281,14 +281,14 @@ def one_shape(dataset: Path, shape: Shape, runs: int, folder: Path) -> tuple[lis
 
 
 def counted_tokens(rows: Any, shape: Shape) -> float:
-    """Return the mean number of tokens per batch of the peer."""
+    """Return the mean number of tokens in a batch of the peer."""
     import pyarrow.compute as pc
 
     return float(pc.mean(pc.list_value_length(rows.data.column("input_ids"))).as_py()) * shape.batch_size
 
 
 def billion() -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """Measure lookups in the order, and the memory of a loader, over a billion episodes in a separate process."""
+    """Measure, in a separate process, the lookup time and the loader's memory for a billion episodes."""
     with tempfile.TemporaryDirectory(dir=DATA) as folder:
         shard = Path(folder) / "train" / "shard_00000"
         shard.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Compare near-duplicate removal with datatrove's MinHash in time and memory: `python benchmarks/near_dedupe.py
+"""Compare the time and memory of near-duplicate removal with datatrove's MinHash: `python benchmarks/near_dedupe.py
 [--json]`.
 
 One in ten of the short conversations is a copy of an earlier one with a word changed. `chatmill prepare --near-dedupe

@@ -13,8 +13,8 @@ for fine-tuning. `train` requires only numpy, torch and safetensors (torchao for
 3. fine-tunes from (1) with each optimizer and three seeds, which set the data order and the rounding;
 4. compares the validation losses with those of adamw with the same seed. The mean difference may be at most MOST nats.
 
-"nearest" is the control: AdamW on bfloat16 weights, rounded to nearest. The difference of the control is not limited.
-Each result is written as soon as it is known; a restarted run continues after the last result.
+"nearest" is the control: AdamW on bfloat16 weights, rounded to nearest. No limit applies to the control. Each result is
+written as soon as it is known; a restarted run continues after the last result.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Size:
     length: int
     val_batches: int
     pretrain_steps: int
-    """At most."""
+    """Maximum number of pretraining steps."""
     eval_every: int
     cooldown: int
     finetune_steps: int
@@ -144,7 +144,7 @@ def _prose(conversations: Sequence[Path]) -> Iterator[str]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """Yield one text per record of a JSON or JSONL file, joined from its longer strings."""
+    """Yield one text for each record of a JSON or JSONL file: its longer strings, joined."""
     raw = path.read_text(errors="ignore")
     try:
         records = json.loads(raw)
@@ -219,8 +219,8 @@ class Training:
         from chatmill.train.step import Stepper
 
         plain = name in ("fp8", CONTROL)
-        # Weight decay is multiplied by the learning rate, and the learning rates of adafactor are about 30 times as
-        # large.
+        # Use a smaller weight decay for adafactor: weight decay is multiplied by the learning rate, and adafactor's
+        # learning rates are about 30 times as large as adamw's.
         decay = 0.1 if name != "adafactor" else 0.003
         settings = OptimizerConfig(optimizer="adamw" if plain else name, learning_rate=lr, weight_decay=decay)
         return Stepper(model, model, World(0, 1, torch.device(self.device)), settings)

@@ -224,7 +224,7 @@ def in_order(count: int, runs: int) -> Comparison:
 
 
 def streaming(count: int, runs: int) -> Comparison:
-    """Plan and copy stream blocks with injection and masks on one core. No peer supports stream blocks."""
+    """Plan and copy stream blocks, including injected tokens and masks, on one core. No peer supports stream blocks."""
     rows = post_training_rows(count)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     timings, promises, speeds = [], [], {}

@@ -4,12 +4,12 @@
     python benchmarks/prepare.py --conversations 5000   quicker
     python benchmarks/prepare.py --format template      a published chat template, with a derived mask
 
-chatmill and TRL start from a JSONL file and make packed rows of 4096 with an assistant mask. chatmill writes, syncs and
-publishes a dataset; TRL writes its Arrow cache. `prepare_peers.py` runs the peers: TRL's own preparation, TRL's fastest
-documented variant, and datatrove's tokenization. Start-up (imports, loading the tokenizer) is excluded on both sides
-and reported separately. The ids and mask of every conversation are compared with those of the peer. For a chat
-template, TRL uses its own version with generation tags, whose mask differs (see `benchmarks/render.py`), so only the
-ids are compared.
+chatmill and TRL start from a JSONL file and make packed rows of 4096 tokens with an assistant mask. chatmill writes,
+syncs and publishes a dataset; TRL writes its Arrow cache. `prepare_peers.py` runs the peers: TRL's own preparation,
+TRL's fastest documented variant, and datatrove's tokenization. Start-up (imports, loading the tokenizer) is excluded on
+both sides and reported separately. The ids and mask of every conversation are compared with those of the peer. For a
+chat template, TRL uses its own version with generation tags, whose mask differs (see `benchmarks/render.py`), so only
+the ids are compared.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 `rclone serve s3` serves the dataset behind a proxy that limits the bandwidth. Every run is one shuffled, packed epoch
 in a new process. In cold runs, the cache is empty. The used share of the link's bandwidth is computed from the size of
 the files that the epoch needs, and from the time until the first batch (for which a shuffled epoch needs nearly all
-files) or until the last batch. In warm runs, all files are in the cache, and the time for the batches is compared with
-the time for those of the local dataset. The script exits with 1 if a target is missed.
+files) or until the last batch. In warm runs, all files are in the cache, and the time to load the batches is compared
+with that of the local dataset. The script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _gpu(results: Results, line: str, key: str = "gib") -> float:
 
 
 def _speed_kept(results: Results) -> float:
-    """Return the speed of 4 B relative to float32 master weights, for the fastest line within the memory limit."""
+    """Return the speed of the fastest 4 B line within the memory limit, relative to 4 B with float32 master weights."""
     small = [name for name in ("4b-own-adamw_bf16", "4b-own-adamw8bit") if _gpu(results, name) <= FULL_GIB]
     best = max((_gpu(results, name, "tokens_per_s") for name in small), default=0.0)
     return best / _gpu(results, "4b-own-adamw", "tokens_per_s")

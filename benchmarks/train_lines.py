@@ -187,6 +187,7 @@ def shape_of(line: TrainLine, *, small: bool, layers: int | None = None) -> dict
     shape = {**MODELS[line.model]}
     if small:
         shape = {**SMALL, "tie_weights": shape.get("tie_weights", True), "qk_norm": shape.get("qk_norm", False)}
-    # Save memory, because many models that only compile share one GPU; kernels do not depend on the vocabulary size.
+    # Limit the vocabulary to save memory, because many models that only compile share one GPU; kernels do not depend on
+    # the vocabulary size.
     few = {"n_layer": layers, "vocab_size": min(shape["vocab_size"], 50304)} if layers else {}
     return {**shape, **few}
