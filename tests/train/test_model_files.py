@@ -112,7 +112,7 @@ def test_tensors_with_overlaps_or_gaps_are_refused(folder):
     write_header(path, {**header, "again": header["embedding.weight"]}, data)
     refused(folder, r"begins at byte .*its header is wrong")
     write_header(path, header, data + b"more")
-    refused(folder, r"holds 70,020 bytes of tensors, but its header lists 70,016")
+    refused(folder, r"has 70,020 bytes of tensors, but its header lists 70,016")
 
 
 @pytest.mark.parametrize(
