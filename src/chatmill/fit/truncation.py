@@ -34,8 +34,8 @@ HEADER = "header_of_cut_message"
 """Ledger reason for rows that keep the header of a removed message; only the rule `exchanges` drops these rows."""
 LONGEST_ROW = np.iinfo(np.int64).max
 STRETCH = 16
-"""Minimum average length of runs of unchanged rows for which each run is copied in one step; shorter runs are faster to
-copy row by row.
+"""Minimum average length of runs of unchanged rows for which each run is copied in one step; with shorter runs, one
+`gather` of all rows is faster.
 """
 
 

@@ -245,7 +245,7 @@ class LoadPlan:
         return episodes
 
     def rows_of_episodes(self, episodes: int) -> int:
-        """Return the number of rows, from the start of a mix, that contain this many episodes."""
+        """Return how many rows from the start of a mix are needed to contain this many episodes."""
         if self.config.packing == "none":
             return episodes
         rows = 0

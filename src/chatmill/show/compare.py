@@ -100,7 +100,7 @@ class TokenDifference:
 
 
 class Outcome(StrEnum):
-    """How the rows of the two libraries for one record compare."""
+    """How the two libraries' rows for one record compare."""
 
     EQUAL = "equal"
     MASK = "trained differently"
