@@ -138,8 +138,8 @@ static void end_run(Row *row, int64_t stop, const uint8_t *from, int64_t at, int
     row->run = stop;
 }
 
-/* Write the positions and number of the segment that ends before token `stop`. The last token of a row is skipped,
-   because x does not contain it. */
+/* Write the position and the segment number of each token in the segment that ends before token `stop`. Skip the last
+   token of a row, because x does not contain it. */
 static void end_segment(Row *row, int64_t stop, int32_t number) {
     int64_t begin = row->segment, count = (stop < row->size ? stop : row->size) - begin;
     if (count > 0) {
@@ -172,7 +172,7 @@ static int append(Row *row, int64_t filled, const int64_t *episode, const Source
             continue;
         }
         if (at == filled && episode[CUT]) {
-            /* Count a truncated answer if the first kept span is trained and tokens of the same answer were
+            /* Count a truncated answer if the first kept span is trained and earlier tokens of its answer were
                removed. */
             row->counts[ANSWER_CUT] += is_trained && (cut || (was_trained && !at_border));
             length -= cut, cut = 0, begins = 1;

@@ -76,7 +76,7 @@ static PyObject *run_call(Encoder *self, const Call *call, int normal, size_t si
         self->idle = work;
         self->num_idle++;
     } else if (work) {
-        free_workspace(work); /* its table may be incomplete if memory ran out */
+        free_workspace(work); /* if memory ran out, the table of the workspace may be incomplete */
     }
     return found;
 }

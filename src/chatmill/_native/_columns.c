@@ -20,7 +20,7 @@ static const char *const ROLES[] = {"system", "user", "assistant", "tool"};
 static const char *const NULL_KEYS[] = {"name",    "tool_calls",        "tool_call_id", "function_call",
                                         "refusal", "reasoning_content", "train",        "weight"};
 #define COUNT(array) (sizeof(array) / sizeof *(array))
-#define SLACK 256 /* additional output bytes, because room is reserved before the size of a message is known */
+#define SLACK 256 /* extra bytes in the output buffer, because room is reserved before the size of a message is known */
 
 typedef struct {
     uint8_t *data;
@@ -365,12 +365,12 @@ static const uint8_t *skip_string(const uint8_t *at, const uint8_t *end, int *es
     return at < end ? at + 1 : NULL;
 }
 
-/* Whether an object in JSON text may have the same key twice. Also return 1 for objects with many keys or with escapes
-   in a key, for deep nesting and for invalid JSON, so that Python checks the text. */
+/* Return 1 if an object in the JSON text may contain a key twice. Also return 1 for objects with many keys or with
+   escapes in a key, for deep nesting and for invalid JSON, so that Python checks the text. */
 static int may_repeat_key(const uint8_t *at, const uint8_t *end) {
     Key keys[MAX_DEPTH * 8]; /* the keys of all open objects, innermost last */
     size_t first[MAX_DEPTH], count = 0, depth = 0;
-    uint64_t is_object = 0; /* one bit per nesting level */
+    uint64_t is_object = 0; /* one bit per nesting level: 1 for an object, 0 for an array */
     int expects_key = 0;
     while (at < end) {
         uint8_t c = *at++;

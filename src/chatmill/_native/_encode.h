@@ -1,7 +1,7 @@
 /* Encode the texts of one call. This code does not use Python objects, so it can run without the GIL.
 
    Concurrent calls share a model, which is not modified after its creation. A call writes only to its own workspace,
-   which also stores the words that it has merged. */
+   which also caches the ids of merged words. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -119,7 +119,7 @@ static inline int64_t number_at(const uint8_t *data, size_t n) {
 typedef enum { DONE, NO_MEMORY, NO_KIND, OUTSIDE } Result;
 
 /* Copy text `n` of a call to the workspace. Another thread may change the columns during the copy, so every number is
-   read only once. */
+   read only once and cannot change after it has been checked. */
 static Result copy_text(const Call *call, ptrdiff_t n, Heap *text, size_t *size) {
     Text parts[3] = {{"", 0}, {"", 0}, {"", 0}};
     if (call->texts) {

@@ -124,7 +124,7 @@ static int overlap(const double *one, const double *other, double *ratio) {
     if (width < 0 || height < 0) return 0;
     double shared = width * height;
     double both = (one[2] - one[0]) * (one[3] - one[1]) + (other[2] - other[0]) * (other[3] - other[1]) - shared;
-    /* If neither box has an area, the ratio is 1 for equal boxes and otherwise 0. */
+    /* If both boxes have zero area, the ratio is 1 for equal boxes and 0 otherwise. */
     *ratio = both > 0 ? shared / both : !memcmp(one, other, 4 * sizeof(double));
     return 1;
 }

@@ -22,7 +22,7 @@ typedef struct {
     int odd;      /* whether the caller must encode the current text */
 } Cutter;
 
-/* Return the required class of an ASCII character. */
+/* Return the class that the caller's table must contain for an ASCII character. */
 static inline uint8_t ascii_class(int pattern, int c) {
     int cased = pattern == O200K || pattern == TEKKEN;
     if (c >= 'a' && c <= 'z') return cased ? LOWER : LETTER;
@@ -94,7 +94,8 @@ static inline const uint8_t *lines(const uint8_t *from, const uint8_t *to, int b
     return before_word ? spaces(from, to) : to;
 }
 
-/* Return the end of the contraction ('s, 't, 're, 've, 'm, 'll or 'd) at `at`, or NULL. A `fold` of 0x20 ignores case. */
+/* Return the end of the contraction ('s, 't, 're, 've, 'm, 'll or 'd) at `at`, or NULL. With a `fold` of 0x20, ignore
+   case. */
 static inline const uint8_t *contraction(const uint8_t *at, uint8_t fold) {
     uint8_t first = at[1] | fold, second = at[1] == STOP ? STOP : at[2] | fold;
     if (first == 's' || first == 't' || first == 'm' || first == 'd') return at + 2;
@@ -103,7 +104,8 @@ static inline const uint8_t *contraction(const uint8_t *at, uint8_t fold) {
 }
 
 /* Like `contraction`, but ignore case and return NULL if `at` is not an apostrophe. If a long s (U+017F) follows the
-   apostrophe, let the caller encode the text, because a long s also matches s. */
+   apostrophe, let the caller encode the text, because the regular expression, which ignores case, matches a long s as
+   an s. */
 static inline const uint8_t *contraction_folded(Cutter *self, const uint8_t *at) {
     if (*at != '\'') return NULL;
     if (at[1] == 0xC5 && at[2] == 0xBF) self->odd = 1;
@@ -182,8 +184,8 @@ static inline const uint8_t *word_o200k(Cutter *self, const uint8_t *at) {
     return lines(at, run_of(self, at, SET(SPACE)), 1);
 }
 
-/* The DeepSeek pattern first splits off numbers and then runs of Chinese characters and kana, so a word never extends
-   past either. */
+/* The DeepSeek pattern first splits off numbers and then runs of Chinese characters and kana, so no word extends into
+   or out of a number or such a run. */
 static inline const uint8_t *word_deepseek(Cutter *self, const uint8_t *at) {
     int size, next_size;
     uint8_t class = class_of(self, at, &size);

@@ -182,7 +182,7 @@ def transcript_turns(record: Record, format: ChatFormat) -> list[str]:
 
 
 EXTENDED = 8
-"""The value, larger than every role code, that is added to the role code of an extended message."""
+"""Added to the role code of an extended message. The value is larger than every role code."""
 
 
 @dataclass(frozen=True)

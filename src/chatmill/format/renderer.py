@@ -26,7 +26,7 @@ OnReject = Callable[[RecordError], None]
 class Renderer(Protocol):
     """Renders conversations to `Rows`: token ids, and the role, part and weight of every span.
 
-    `TurnRenderer` renders presets and TOML formats, and `TemplateRenderer` renders with the chat template of a Hugging
+    `TurnRenderer` renders with a preset or a TOML format, and `TemplateRenderer` with the chat template of a Hugging
     Face folder. `open_renderer` opens a `TurnRenderer` or a `TemplateRenderer`.
 
     >>> from chatmill.format import open_renderer

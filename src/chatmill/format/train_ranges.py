@@ -63,7 +63,7 @@ class TokenWeights:
         self.lowest[places], self.whole[places], self.split[places] = weights.lowest, weights.whole, weights.split
 
     def take(self, tokens: Index) -> TokenWeights:
-        """Return the weights of the given tokens. Tokens past the end have no weight."""
+        """Return the weights of the given tokens. Token indices past the end of the arrays have no weight."""
         known = tokens < len(self.lowest)
         out = TokenWeights.none(len(tokens))
         at = tokens[known]
@@ -86,7 +86,8 @@ def token_weights(weights: CharWeights, places: TokenPlaces) -> TokenWeights:
     bounds = np.stack([begin, end], axis=1).ravel()
 
     def reduced(function: np.ufunc, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        # Append one value for `reduceat`, because a token may end at the end of the text.
+        # Append one value, because `reduceat` requires indices inside the array, and a token may end at the end of the
+        # text.
         reduced: NDArray[np.float32] = function.reduceat(np.append(values, values[:1]), bounds)[::2]
         return reduced
 

@@ -1,7 +1,7 @@
 """Adapt `tokenizers` and `transformers` tokenizers, so that the documented functions accept them.
 
 Text never becomes a control token, and the tokenizer adds no tokens to a text. The vocabulary of a fast tokenizer is
-opened like a file. A slow tokenizer runs as Python code, so the ids that it returns are checked.
+opened like a tokenizer.json. A slow tokenizer runs as Python code, so the ids that it returns are checked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_OPENED = 8
 _opened: OrderedDict[tuple[Any, ...], tuple[Any, Tokenizer]] = OrderedDict()
 """A cache of opened tokenizers, because opening a tokenizer takes about a second.
 
-The cache keeps the objects alive, so that `id` stays unique.
+The cache keeps the original objects alive, so that no other object gets the same `id`.
 """
 
 

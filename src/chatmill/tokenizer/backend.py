@@ -183,7 +183,7 @@ _CATEGORIES = (
 
 
 def _contractions(letter: str) -> str:
-    """Return test text with a letter in and around all contractions, after letters, digits, spaces and newlines."""
+    """Return test text in which a letter precedes, follows or replaces part of each contraction."""
     words = [f"'{word}" for word in ("s", "t", "re", "ve", "m", "ll", "d")]
     words += [word.upper() for word in words] + ["'Re", "'vE", "'lL"]
     replaced = {word[:n] + letter + word[n + 1 :] for word in words for n in range(1, len(word))}

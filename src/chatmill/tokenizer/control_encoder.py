@@ -4,9 +4,9 @@ Text tokens are control tokens that may also come from text, such as `<think>`, 
 
 A text can be encoded by sections or as a whole. Encoding by sections means that the fast engine encodes each text
 between two control tokens separately. Encoding as a whole means that `tokenizers` encodes the complete text at once,
-with control tokens replaced by aliases that no text can contain. Texts are encoded by sections if the probe texts then
-have the same ids as when they are encoded as a whole. Encoding as a whole is always exact and also gives the offset of
-each token, but it is slower.
+with control tokens replaced by aliases that no text can contain. Texts are encoded by sections if both methods give the
+same ids for the probe texts. Encoding as a whole is always exact and also gives the offset of each token, but it is
+slower.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def unmarked_tokens(raw: bytes) -> frozenset[str]:
 
 
 def any_overlap(tokens: Collection[str], others: Iterable[str]) -> bool:
-    """Whether a token can overlap another token, or a token in `others`, in a text.
+    """Whether one of `tokens` can overlap another one of them, or one of `others`, in a text.
 
     Two tokens overlap if one is part of the other, or if one starts with the end of the other. Which of two overlapping
     tokens matches depends on the surrounding text, so splitting a text at a single token would not be exact.
@@ -186,7 +186,7 @@ class ControlEncoder:
 
     @cached_property
     def _reference(self) -> tokenizers.Tokenizer:
-        """The unmodified tokenizer, extended by the control tokens that other files add."""
+        """The unmodified tokenizer with the control tokens that other files add."""
         assert self._raw is not None
         with faults_of(self.tokenizer.name, "cannot load the tokenizer.json", _EXPECTED):
             engine = tokenizers.Tokenizer.from_buffer(self._raw)

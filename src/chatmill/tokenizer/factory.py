@@ -157,7 +157,7 @@ def _added_tokens(backend: Backend, declared: Mapping[str, int], place: str) -> 
     added = {}
     for token, id in declared.items():
         if token in backend.control or id < backend.vocab_size:
-            # Compare by text too, because the unknown token is also declared but is not a control token.
+            # Also accept a token whose text matches, because the unknown token is declared but is not a control token.
             if backend.control.get(token) != id and backend.piece(id) != token.encode():
                 what = f'tokenizer_config.json gives "{one_line(token)}" id {id}, the tokenizer does not'
                 raise DataError(f"{place}: {what}; both files must come from the same tokenizer")

@@ -161,8 +161,8 @@ class Tokenizer:
         """Whether any id is a control token."""
         if len(self._ranges) > 8:
             return bool(self._is_control.take(ids).any())
-        # Comparing with a few ranges is faster than a lookup table. For ids below a range, the unsigned difference is
-        # large.
+        # Comparing with a few ranges is faster than a lookup table. For ids below a range, the unsigned difference
+        # wraps around to a large number, so one comparison tests both bounds.
         return any(bool(((ids - np.uint32(first)) < np.uint32(count)).any()) for first, count in self._ranges)
 
     def _check_ids(self, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> None:
@@ -215,7 +215,7 @@ def token_positions(
     position, begin = start.copy(), np.zeros(len(start), dtype=np.int64)
     ahead = np.flatnonzero((begin < target) & (position < stop))
     for _ in range(NEAR):
-        # Search step by step first, because nearly all boundaries are a few tokens after the start of a text.
+        # Search token by token first, because nearly all boundaries are a few tokens after the start of a text.
         if not len(ahead):
             break
         begin[ahead] += byte_lengths[position[ahead]]

@@ -1,8 +1,8 @@
 """Check that derived answers satisfy the invariant of trained answers.
 
-`row_check` checks the invariant on finished rows. Each answer (a) starts where its prompt ends (row and prompt are
-compared starting at the assistant header), (b) contains no header and no text of another message, (c) ends with a token
-that ends a turn.
+`row_check` checks the invariant of trained answers on finished rows. Each trained answer (a) starts where its prompt
+ends (row and prompt are compared starting at the assistant header), (b) contains no header and no text of another
+message, (c) ends with a token that ends a turn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_END: Final = "no_end_token"
 def check_answers(
     derived: DerivedAnswers, tokens: ControlTokens, turns: TurnMarks, *, allow_no_end: bool
 ) -> tuple[Note, ...]:
-    """Raise a `RecordError` if an answer violates the invariant of this module; otherwise return notes for the ledger.
+    """Raise a `RecordError` if an answer violates the invariant of trained answers; otherwise return ledger notes.
 
     Answers between generation tags are not checked, because the template itself marks the trained text.
     """

@@ -36,7 +36,9 @@ class ControlTokens:
         return any(character in text and self.pattern.search(text) for text in texts for character in first)
 
     def may_touch(self, before: str, after: str) -> bool:
-        """Whether `before` or `after` contains a control token, or could form one together with a text in between."""
+        """Whether `before` or `after` contains a control token, or could form one with text between `before` and
+        `after`.
+        """
         if self.any_in((before, after)):
             return True
         return any(

@@ -93,7 +93,7 @@ class LayoutTable:
 _Kept = tuple[LayoutTable, dict[int, tuple[int, TokenLayout]]]
 """A table, and a mapping from the `id` of each layout to its index in the table and the layout itself.
 
-Storing the layouts keeps their ids unique.
+Storing the layouts keeps them alive, so that no other object gets the same `id`.
 """
 
 

@@ -70,7 +70,7 @@ class TemplateRenderer:
         kwargs: str = "",
     ) -> None:
         """`text_tokens` contains the added tokens that may come from text. If `text_tokens` is None, the tokens are
-        learned.
+        learned from the template.
 
         `kwargs` contains the `chat_template_kwargs` of the records to render, as JSON. `arguments` must include the
         values in `kwargs`.

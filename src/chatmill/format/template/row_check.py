@@ -91,7 +91,7 @@ class RowCheck:
         self._is_mark[self._marks] = True
 
     def check(self, rows: Rows, records: Sequence[Record], expected: Sequence[ExpectedAnswers]) -> None:
-        """Raise a `RecordError` for the first record whose row violates the invariant."""
+        """Raise a `RecordError` for the first record whose row violates the invariant of trained answers."""
         distinct = {id(one): one for one in expected}
         answers = _answers(rows)
         number = {key: at for at, key in enumerate(distinct)}
@@ -120,7 +120,7 @@ class RowCheck:
         if not self._marks:
             return np.zeros(0, dtype=np.int64)
         # Comparisons are faster than a table lookup for each token. For ids below `first`, the unsigned difference
-        # wraps around.
+        # wraps around to a large number, so one comparison tests both bounds.
         first, last = self._marks[0], self._marks[-1]
         if last - first < NEARBY:
             nearby = np.flatnonzero((ids - np.uint32(first)) <= np.uint32(last - first))
@@ -155,7 +155,7 @@ class RowCheck:
         return right
 
     def _spells(self, ids: Ids, start: Index, count: int, size: Index) -> NDArray[np.bool_]:
-        """Whether the `count` tokens before each start cover `size` bytes, where the last token may extend further."""
+        """Whether the `count` tokens before each answer cover `size` bytes. Only the last may extend past them."""
         if not count:
             return size <= 0
         tokens = ids[(start - count)[:, None] + np.arange(count)]

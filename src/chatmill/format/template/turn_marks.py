@@ -117,7 +117,7 @@ def _tool_header(render: Render, tokens: ControlTokens) -> str:
 
 
 def _opening(header: str, tokens: ControlTokens) -> str:
-    """Return a header from its first control token to the word after its last, or "" if it has no control token."""
+    """Return a header from its first control token to the word after its last one, or "" if it has none."""
     matches = tokens.find(header)
     if not matches:
         return ""

@@ -1,4 +1,4 @@
-"""Derive answers by origin: find where an answer starts and ends from the source of each character.
+"""Derive answers by origin: use the source of each character to find where an answer starts and ends.
 
 Between the last field of the previous messages and the first field of the answer, a rendering contains only literals of
 the template. The prompt that a server would send for the previous messages also contains only literals after their last
@@ -68,7 +68,8 @@ def answers_by_origin(
 ) -> list[AnswerSpan]:
     """Return the answer of each message in `assistants`. `ends` contains the tokens at which a server stops, if known.
 
-    For each n in `prompts`, the prompt after n messages is searched for the usual assistant header until one is found.
+    The usual assistant header is taken from the first prompt that has one. `prompts` lists the prompts to search: n
+    stands for the prompt after n messages.
 
     With `prompt_ends`, a prompt is not traced if it ends with the same literals as an earlier prompt and the same
     literals precede both answers.
@@ -284,7 +285,7 @@ class _OriginSearch:
             return self.full
 
     def _owned(self, message: int, begin: int, literals: str) -> str | None:
-        """Return the literals after `begin` in the loop iteration of this message, or None without a message loop."""
+        """Return the literals after `begin` in the loop iteration of this message, or None outside message loops."""
         first = next((at for at in range(len(self.pieces)) if self.places[at + 1] > begin), None)
         if first is None:
             return ""

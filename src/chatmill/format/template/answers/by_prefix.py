@@ -37,8 +37,8 @@ def answers_by_prefix(
 ) -> list[PrefixAnswer]:
     """Return the answer of each message in `assistants`, with None for positions that no prefix determines.
 
-    `ends` contains the tokens at which a server stops. For each n in `prompts`, the prompt after n messages is searched
-    for the usual assistant header until one is found.
+    `ends` contains the tokens at which a server stops. The usual assistant header is taken from the first prompt that
+    has one. `prompts` lists the prompts to search: n stands for the prompt after n messages.
     """
     token = token_pattern(tokens)
 

@@ -161,7 +161,7 @@ class ContextFinder:
         return Context(header[:size], header[size:])
 
     def _is_context(self, header: str, size: int, start: int) -> bool:
-        """Whether exactly `size` characters of a header are in both row and prompt and identify an assistant turn."""
+        """Whether row and prompt share exactly `size` characters of a header, enough to identify an assistant turn."""
         common = common_prefix(self.text[start - size :][: len(header) + 1], header, self.token)
         if self.literals[start : start + 1] == FIELD:
             # Message text can match a control token of the prompt only if the token may come from text.

@@ -90,7 +90,8 @@ def derive(
             return False
 
     assistants = [number for number, message in enumerate(record.messages) if message.role == "assistant"]
-    # If the prompt for an answer lacks a header, the usual assistant header is taken from one of these prompts.
+    # If the prompt for an answer lacks a header, the usual assistant header is taken from the first of `prompts` that
+    # has one.
     prompts = (*assistants, count)
     if last_only and mask == "derived":
         assistants = assistants[-1:]
@@ -189,7 +190,7 @@ def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: Answe
         if place <= answer.start:
             continue
         if begins < answer.start:
-            # Do not move the start of an answer that starts inside a piece.
+            # Do not move the start of an answer that starts inside a piece, because only whole pieces are compared.
             break
         own = piece.source is not None and piece.source.message == answer.message
         if begins != answer.start + common:

@@ -1,7 +1,7 @@
 """Add guards to a trace, so that the derivation by prefix is also valid for other conversations that reuse the trace.
 
-Usually the literals of two renderings determine whether one is a prefix of the other. If the result depends on the text
-in a slot, a guard is added.
+Usually, the literals alone determine whether one rendering is a prefix of another. If the result depends on the text in
+a slot, a guard is added.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _condition(whole: Items, prefix: Items) -> tuple[Any, ...]:
     literals = [item for item in prefix if isinstance(item, str)]
     if len(literals) == len(prefix):
         # Keep only the items of `whole` that are compared with `prefix`. Count each slot as one character, because its
-        # text is not empty.
+        # text has at least one.
         size = 0
         for number, item in enumerate(whole):
             size += len(item) if isinstance(item, str) else 1

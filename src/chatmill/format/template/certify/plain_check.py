@@ -241,7 +241,7 @@ class PlainCheck:
         return "differs", False
 
     def _goes_on(self, before: str) -> Relation:
-        """Return the relation for a later turn of the same answer, which must follow an assistant header."""
+        """Return "several_turns" if an assistant header precedes a later turn of an answer, otherwise "differs"."""
         opener = self._mark(self._opener(self.header))
         gap = before[before.rindex(opener) :] if opener and opener in before else None
         return "differs" if gap is None or _WORD.search(gap.removeprefix(opener)) else "several_turns"

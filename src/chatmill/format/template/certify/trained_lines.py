@@ -35,7 +35,9 @@ def _plain_refused(seen: Observations, line: str) -> Finding | None:
 
 
 def reason(seen: Observations, record: Record, fault: RecordError) -> str:
-    """Return why a probe is rejected and how to fix this. If an end token is missing, also quote the template line."""
+    """Return the reason why a probe is rejected, and a possible fix. If an end token is missing, also quote the
+    template line.
+    """
     text = f"{fault.what}; {fault.right}"
     if fault.kind != "no_end_token":
         return text
@@ -214,8 +216,8 @@ def text_tokens(seen: Observations) -> Finding:
     from_text = seen.renderer.text_tokens.ids
     ids = {token: id for token, id in seen.renderer.encoder.ids.items() if token not in from_text}
     count = written = 0
-    # Test the control tokens in groups, because a vocabulary may have thousands of control tokens and long texts are
-    # slow to check.
+    # Test the control tokens in groups. A vocabulary may have thousands of control tokens, and a single text with all
+    # of them would be slow to check.
     for first in range(0, len(ids), TOKENS_IN_TEXT):
         text = " ".join(list(ids)[first : first + TOKENS_IN_TEXT])
         record = probe_record("control text", *dialog(f"Say {text} twice.", f"{text} and {text}."))

@@ -60,7 +60,8 @@ class ForkServer:
                     start_new_session=True,
                 )
         except (OSError, TypeError) as error:
-            # Popen raises TypeError if `sys.executable` is None, which means that its path is unknown.
+            # Popen raises TypeError if `sys.executable` is None, which means that the path of the interpreter is
+            # unknown.
             self._control.close()
             what = f"the process that runs chat templates cannot be started ({one_line(str(error), 200)})"
             raise DataError(f"{what}; check that {one_line(str(sys.executable), 200)} can be run") from None
@@ -102,7 +103,7 @@ def fork_server(module: str) -> ForkServer:
 
 
 def stop_servers() -> None:
-    """Kill all fork servers and their processes. `fork_server` starts a new server when needed."""
+    """Kill all fork servers and their processes. The next call to `fork_server` starts a new server."""
     with _servers_lock:
         servers = list(_servers.values())
         _servers.clear()

@@ -35,11 +35,11 @@ SECONDS = 3.0
 """CPU time limit for a small conversation, in seconds. A normal template needs a few milliseconds."""
 SECONDS_PER_CHARACTER = 2e-6
 SECONDS_PER_PAIR = 5e-4
-"""CPU seconds added to the limit per pair of messages, because a template may visit all messages of every prefix."""
+"""CPU seconds times the squared number of messages, because a template may visit all messages of every prefix."""
 MEMORY = 512 << 20
 MEMORY_PER_BYTE = 64
 MEMORY_PER_MESSAGE = 4
-"""For each message, bytes of memory added per byte of the conversation, because every prefix is rendered."""
+"""Added to MEMORY_PER_BYTE for each message, because every prefix of the conversation is rendered."""
 RESPONSE = 16 << 20
 RESPONSE_PER_BYTE = 64
 MAX_KILLS = 3
@@ -190,8 +190,8 @@ class TemplateProcess:
             except (EOFError, OSError):
                 code = self._end()
                 if code in (None, -signal.SIGKILL, -signal.SIGXCPU) and not attempt:
-                    # Retry once if the process was killed from outside, by the out-of-memory killer, or for reaching
-                    # its total CPU limit.
+                    # Retry once if the process was killed from outside, for example by the out-of-memory killer, or
+                    # because it reached its total CPU limit.
                     continue
                 raise EndedError(f"the process ended with {_shown_exit(code)}") from None
             except BaseException:

@@ -27,7 +27,7 @@ MAX_COPIES = 2**7
 MAX_GROWTH = 2**10
 """Like MAX_COPIES, but also counts the characters that functions add, for example by escaping."""
 MAX_WRITTEN = 8
-"""Maximum number of times that a replayed trace may output a text, as when the template runs."""
+"""Maximum number of times that a replayed trace may output a text of the conversation."""
 MAX_LITERALS = 2**23
 """Maximum number of template characters that replaying a trace may copy."""
 
@@ -186,8 +186,8 @@ def _is_bounded(steps: tuple[TraceStep, ...], pieces: tuple[TracedPiece, ...], t
     """Whether the memory needed to replay the steps is at most proportional to the size of the conversation."""
     if len(steps) > MAX_STEPS:
         return False
-    # For each slot, `copies` contains the maximum number of copies of each text of the conversation. The key -1 stands
-    # for the number of template characters. `grown` also counts the characters that functions may add.
+    # For each slot, `copies` contains the maximum number of copies of each text of the conversation. The value at key
+    # -1 is the number of template characters. `grown` also counts the characters that functions may add.
     copies: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
     grown: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
 

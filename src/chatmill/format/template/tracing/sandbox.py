@@ -222,7 +222,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # Limits.
 
     def _metered(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter that checks the limits before and after it runs."""
+        """Return a wrapper that checks the limits before and after it calls the filter."""
         first = int(hasattr(filter, "jinja_pass_arg"))
 
         @wraps(filter)
@@ -344,7 +344,7 @@ class Rewriter(NodeTransformer):
 
 
 def statement(code: str, at: nodes.Node) -> nodes.Node:
-    """Return a statement that evaluates `code` as an attribute of the sandbox, for its side effect."""
+    """Return a statement that evaluates the sandbox attribute `code` only for its side effect."""
     return nodes.ExprStmt(nodes.EnvironmentAttribute(code)).set_lineno(at.lineno)
 
 

@@ -25,7 +25,7 @@ from chatmill.format.template.tracing.steps import SPLIT, STEP_FUNCTIONS, Range,
 
 
 class TraceStep(NamedTuple):
-    """A call of `function(*slots, *args)` that is checked against `expected` (a guard) or computes the next slot."""
+    """A call to `function(*slots, *args)` that computes the next slot or, as a guard, is checked against `expected`."""
 
     function: str
     """A key of `STEP_FUNCTIONS`."""
