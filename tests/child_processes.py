@@ -13,7 +13,9 @@ import functools
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
@@ -159,3 +161,13 @@ def _end_with_the_parent() -> None:
     assert parent is not None
     wait([parent.sentinel])
     os._exit(1)
+
+
+def may_fork(request) -> bool:
+    """Return True if this process has only one thread; otherwise run the test in a new process and return False."""
+    if threading.active_count() == 1:
+        return True
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", request.node.nodeid]
+    ran = subprocess.run(command, cwd=request.config.rootpath, capture_output=True, text=True, timeout=400)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return False

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from prepare_fixtures import may_fork
+from child_processes import may_fork
 
 from chatmill.format.template.certify import observe
 from chatmill.prepare.engine import LocalEngine

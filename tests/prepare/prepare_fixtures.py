@@ -6,9 +6,6 @@ import gzip
 import hashlib
 import json
 import random
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,13 +143,3 @@ class Faults(list[tuple[str, int, str]]):
 
     def __call__(self, fault: RecordError) -> None:
         self.append((Path(fault.file).name, fault.line, fault.kind))
-
-
-def may_fork(request) -> bool:
-    """Return True if this process has only one thread; otherwise run the test in a new process and return False."""
-    if threading.active_count() == 1:
-        return True
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", request.node.nodeid]
-    ran = subprocess.run(command, cwd=request.config.rootpath, capture_output=True, text=True, timeout=400)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return False

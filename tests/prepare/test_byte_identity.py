@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 
 import pytest
-from prepare_fixtures import JOBS, build, conversations, digests, job_of, left_beside, may_fork, write_corpus
+from child_processes import may_fork
+from prepare_fixtures import JOBS, build, conversations, digests, job_of, left_beside, write_corpus
 
 from chatmill.format import load_format
 from chatmill.prepare import assemble, pipeline, unit

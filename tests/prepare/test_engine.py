@@ -13,7 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from prepare_fixtures import Faults, build, conversations, digests, job_of, left_beside, lines, may_fork, write_corpus
+from child_processes import may_fork
+from prepare_fixtures import Faults, build, conversations, digests, job_of, left_beside, lines, write_corpus
 
 from chatmill.errors import ChatmillError, DataError, RecordError
 from chatmill.prepare import engine, pipeline
