@@ -5,8 +5,8 @@
     U u E A a   U v E A b E      none: the first does not close, so the turns after it are uncertain
 
 `TurnRenderer` masks all other answers if the format sets `requires_user`. `prepare` and `render` select answers again
-in truncated rows, and `cut_blocks` selects them in each block. After an answer without an end marker, no answer is
-trained until the EOS token that ends the conversation.
+in truncated rows, and `cut_blocks` selects them in each block. If an answer has no end marker, the later answers in its
+conversation are not trained either.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOTED = {
     Rule.OUTSIDE: "text_outside_turns",
     Rule.WHITESPACE: "whitespace_between_turns",
 }
-"""Reason under which the ledger counts each of these rules."""
+"""Maps a rule to the reason under which the ledger counts its tokens."""
 
 
 class TurnStates(NamedTuple):
@@ -44,7 +44,7 @@ class TurnStates(NamedTuple):
     """Role of the turn. A tool result counts as a user turn; a turn without a marker has no role."""
     closed: Flags
     conversation: Index
-    """Index of the first turn of the conversation."""
+    """Index of the first turn in the same conversation."""
     of_span: Index
     """Index of the turn that each span belongs to."""
 
@@ -87,7 +87,7 @@ def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> ND
 
 
 def _is_split(rows: Rows, turns: TurnStates) -> Flags:
-    """For each turn, whether only its end can be trained in this row because an earlier window contains its start."""
+    """For each turn, return whether only its end can be trained in this row: its start is in an earlier window."""
     earlier = rows.spans["rule"] == Rule.EARLIER_WINDOW
     if not earlier.any():
         return np.zeros(len(turns.first), dtype=bool)
@@ -96,8 +96,8 @@ def _is_split(rows: Rows, turns: TurnStates) -> Flags:
 
 
 def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Table:
-    """Return the spans with weight 0 for excluded answers, and for other turns that are trained only because they set
-    `train` or `weight`.
+    """Return a copy of the spans in which excluded answers have weight 0. Other turns also get weight 0 if they are
+    trained only because they set `train` or `weight`.
 
     Turns that `train_on` selects keep their weights; the metadata of the dataset records `train_on`.
     """
@@ -131,7 +131,7 @@ def mask_answers(rows: Rows) -> Rows:
 def note_untrained(rows: Rows, ledger: Ledger) -> None:
     """Count the tokens of untrained answers and of text outside turns, by reason."""
     rule, length = rows.spans["rule"], rows.spans["length"]
-    # Most rows contain only a few rules, so find out which rules occur before comparing spans.
+    # Count all rules once, and skip the slower comparison of spans for rules that do not occur.
     present = np.bincount(rule, minlength=256)
     for code, reason in NOTED.items():
         if not present[code]:

@@ -69,7 +69,7 @@ def named(what: str) -> ValueCheck:
 
 
 def optional(check: ValueCheck) -> ValueCheck:
-    """Accept the values of `check`, or None."""
+    """Accept None, and all values that `check` accepts."""
     return ValueCheck(f"{check.expected}, or null", lambda value: value is None or check.accepts(value))
 
 
@@ -91,7 +91,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_of(hint: Any) -> ValueCheck:
-    """Return the check implied by a type hint: a basic type, a Literal, a list of strings, or an optional of these."""
+    """Return the check implied by a type hint: a basic type, a Literal or a list of strings, with or without None."""
     if get_origin(hint) in (Union, types.UnionType):
         [present] = [option for option in get_args(hint) if option is not type(None)]
         return optional(_check_of(present))
@@ -185,7 +185,7 @@ def misfits(keys: Mapping[str, Key], values: Mapping[str, Any]) -> list[Misfit]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base class of configs: declared keys with their values. One `UsageError` reports all invalid values."""
+    """Base class of configs, whose fields are declared with `key`. One `UsageError` reports all invalid values."""
 
     def __post_init__(self) -> None:
         if faults := [str(each) for each in misfits(keys_of(type(self)), vars(self))] or list(self.conflicts()):
@@ -232,7 +232,7 @@ def _shown(value: Any) -> str:
 
 
 def from_environment(config: type[Config], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Read the keys set by environment variables: booleans as 0 or 1, numbers in Python syntax."""
+    """Return the values of keys that environment variables set; booleans are given as 0 or 1."""
     values: dict[str, Any] = {}
     faults = []
     for key in keys_of(config).values():
@@ -250,7 +250,7 @@ def from_environment(config: type[Config], environment: Mapping[str, str]) -> di
 
 
 def from_flags(config: type[Config], flags: Mapping[str, str]) -> dict[str, Any]:
-    """Parse the values of flags as JSON if the key accepts the result, else as plain text."""
+    """Parse the value of each flag as JSON; a value remains text if it is not JSON, or if its key accepts only text."""
     keys = keys_of(config)
     values = {name: _flag_value(text, keys[name].check) for name, text in flags.items()}
     if faults := misfits(keys, values):
@@ -275,11 +275,11 @@ def _flag_value(text: str, check: ValueCheck) -> Any:
 
 
 def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillError] = DataError) -> dict[str, Any]:
-    """Read a TOML file. Errors call the file `name`; if it cannot be read, `what` describes the expected file."""
+    """Read a TOML file. Error messages refer to the file as `name`; `what` is advice for a file that cannot be read."""
     name = name or str(path)
     try:
         table = tomllib.loads(local_path(path).read_text("utf-8"))
-        # Reject numbers and nesting that Python could not print in a later error.
+        # Reject integers that are too long and tables that are nested too deeply to print in a later error message.
         repr(table)
         return table
     except OSError as reason:
@@ -307,7 +307,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(local_path(path).read_bytes(), object_pairs_hook=lambda pairs: _unique(path, pairs))
     except OSError as error:
-        # A system failure is not a usage error.
+        # The user did not cause a system failure, such as a lack of memory.
         kind = DataError if error.errno in SYSTEM_FAILURES else UsageError
         raise kind(f"{path}: cannot be read ({error.strerror}); expected a JSON file of settings") from None
     except (ValueError, RecursionError) as error:

@@ -102,8 +102,8 @@ def _escaped(run: str, keep: str) -> str:
 def name_file(error: OSError) -> OSError:
     """Add the file name to an `OSError` that has none.
 
-    Python omits the name when an open file is read, mapped or closed; the name is then taken from the innermost path
-    among the local variables of the traceback.
+    Python omits the name when an open file is read, mapped or closed. In this case, the name is taken from the local
+    variables in the traceback: the first `Path` in the innermost frame that has one.
     """
     if error.filename is None and error.errno is not None:
         frames = [frame.f_locals.values() for frame, _ in walk_tb(error.__traceback__)]

@@ -34,8 +34,8 @@ MAX_REASONS = 1000
 """Maximum number of reasons per bucket; further reasons count as `OTHER`."""
 OTHER = "other"
 MAX_NAMES = 200
-"""Maximum number of reasons that differ only in a name from the data, such as `unread_key NAME`. Further names are
-counted together, so that they do not displace other reasons.
+"""Maximum number of reasons that differ only in a name taken from the data, such as `unread_key NAME`. Further names
+are counted together, so that they do not displace other reasons.
 """
 OTHER_NAMES = "(other keys)"
 UNREAD_KEY = "unread_key "
@@ -96,7 +96,7 @@ class Ledger:
             yield bucket, reason, self.entries[bucket, reason]
 
     def check(self) -> None:
-        """Raise unless all rows and tokens are accounted for."""
+        """Raise `ChatmillError` unless all rows and tokens are accounted for."""
         for what, column, sources, uses in BALANCES:
             left, right = getattr(self.total(*sources), column), getattr(self.total(*uses), column)
             if left != right:

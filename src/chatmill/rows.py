@@ -100,7 +100,7 @@ class Rule(IntEnum):
     EARLIER_ROW = 14
     """With --unroll: trained in an earlier row of the conversation, and context for a later answer in this row."""
     RANGE = 15
-    """Decided by `train_ranges` of the message, which select characters of its content."""
+    """Decided by the message's `train_ranges`, which select characters of its content."""
     OUTSIDE = 16
     """Text of a transcript outside turns, or an unmatched end marker: never trained."""
     WHITESPACE = 17
@@ -117,7 +117,7 @@ NO_MESSAGE = np.uint32(2**32 - 1)
 """Message index of spans that do not belong to a message of the record, such as padding or a default system text."""
 NO_FILE = np.uint32(2**32 - 1)
 LONG = 64
-"""Average length of pieces, in tokens, above which copying slices is faster than indexing tokens."""
+"""Average number of tokens per piece from which copying slices is faster than indexing tokens."""
 OWN_ID = np.int32(-1)
 """Target of a span whose tokens are their own labels."""
 
@@ -181,7 +181,7 @@ class Rows:
             self.files,
         )
 
-    # First tokens of spans, segments and rows, each followed by the number of tokens.
+    # Offsets of the first token of each span, segment or row, followed by the total number of tokens.
 
     @cached_property
     def span_start(self) -> Index:
@@ -317,7 +317,7 @@ def weigh(spans: Table, first_span: Index, train_on: TrainOn) -> None:
     """Set the weight of every span with the rule ROLE. Tool results are never trained.
 
     `last` trains the last assistant message of each conversation; `last-exchange` trains all assistant messages after
-    its last user message.
+    the last user message.
     """
     role, decided = spans["role"], spans["rule"] == Rule.ROLE
     trained = (role != Role.TOOL) & (role != Role.NONE) if train_on == "all" else role == Role.ASSISTANT
@@ -333,7 +333,7 @@ def weigh(spans: Table, first_span: Index, train_on: TrainOn) -> None:
 
 
 def _record_weights(spans: Table, first_span: Index, decided: NDArray[np.bool_]) -> NDArray[np.float32] | float:
-    """For each span, return the weight of its record, read from the spans of its segment that are trained by role."""
+    """For each span, return its record's weight: the largest weight of ROLE spans in its segment, or 1 if all are 0."""
     weight = np.where(decided, spans["weight"], np.float32(0))
     if not np.any((weight != 0) & (weight != 1)):
         return 1.0
@@ -364,7 +364,7 @@ def offsets(lengths: NDArray[Any]) -> Index:
 
 
 def run_positions(lengths: NDArray[Any], *, width: int = 0, dtype: DTypeLike = np.int64) -> NDArray[Any]:
-    """Return 0, 1, 2 … within each run. With `width`, the result has `width` columns, and no run crosses a row.
+    """Return the positions 0, 1, 2 … in each run. With `width`, the result has `width` columns; no run may cross a row.
 
     lengths [2 3]  ->  [0 1 0 1 2]
     """

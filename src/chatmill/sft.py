@@ -64,9 +64,9 @@ class ChatExample(TypedDict):
 
 
 def serialize_chat_to_ids(ex: ChatExample, *, tokenizer: TextTokenizer | Any, default_system_text: str) -> list[int]:
-    """Encode a whole chat as token ids, starting with its system turn or, without one, the default system text.
+    """Encode a whole chat as token ids. A chat without a system message starts with the default system text.
 
-    A `tokenizers` or transformers tokenizer needs the control tokens of the `ngpt` format, or else of `primer`.
+    A `tokenizers` or transformers tokenizer must have the control tokens of `ngpt` (preferred) or `primer`.
 
     >>> tokenizer = open_tokenizer("bytes", control=load_format("ngpt").tokens)
     >>> chat = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -144,9 +144,9 @@ def collate_sft_batch(
 def render_chat_sft(
     tokenizer: TextTokenizer | Any, messages: list[dict[str, Any]], *, add_final_eot: bool = True
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids and labels of a chat in its message order; labels are -100 outside assistant turns.
+    """Return the ids and labels of a chat; labels are -100 except on assistant content and its end-of-turn tokens.
 
-    A `tokenizers` or transformers tokenizer needs the control tokens of the `primer` format, or else of `ngpt`.
+    A `tokenizers` or transformers tokenizer must have the control tokens of `primer` (preferred) or `ngpt`.
 
     >>> tokenizer = open_tokenizer("bytes", control=load_format("primer").tokens)
     >>> render_chat_sft(tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])
@@ -163,7 +163,7 @@ def render_chat_sft(
 
 
 def _messages(messages: object) -> list[Message]:
-    """Validate messages, which must have exactly a role and content, and convert them."""
+    """Convert messages to `Message` objects; raise `DataError` unless each has only a valid role and text content."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise DataError('"messages" must be a list of at least one {"role": …, "content": …}')
     out = []
@@ -187,7 +187,7 @@ def _rendered(messages: list[Message], format: ChatFormat, tokenizer: TextTokeni
 
 
 class _TextTokenizerAdapter:
-    """Adapts a tokenizer that has only `encode` and `special_token_ids` for rendering."""
+    """Lets `TurnRenderer` use a tokenizer that has only `encode` and `special_token_ids`."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer

@@ -278,7 +278,7 @@ def complete_fields(plan: LoadPlan, epoch: int, step: PlannedStep) -> dict[str, 
 
 
 def mix_fields(plan: LoadPlan, total: Mapping[str, int]) -> dict[str, Any]:
-    """Return the requested share of each source, and the realised share since the first step."""
+    """Return the requested share of each source, and its actual share since the first step."""
     everything = sum(total.values()) or 1
     assert isinstance(plan.order, MixedOrder)
     requested = plan.order.shares if plan.config.mix_sft is None else shares(plan.config.mix_sft)

@@ -23,7 +23,7 @@ LOADED_HASHES = ("dataset_sha256", "config_sha256")
 
 
 class SavedState(NamedTuple):
-    """An audit state from a JSON file, and the JSON object that contains it and usually also the loader state."""
+    """An audit state, and the JSON object that contains it. The object usually also contains the loader state."""
 
     audit: Mapping[str, Any]
     run: Mapping[str, Any]
@@ -137,7 +137,7 @@ def _differences(state: SavedState, logged: LoggedCheckpoint) -> Iterator[str]:
 
 
 def _run_differences(run: Mapping[str, Any], logged: LoggedCheckpoint) -> Iterator[str]:
-    """Compare the values that only `chatmill train` saves with the log, and yield the differences."""
+    """Yield the differences between the log and the values that only `chatmill train` saves."""
     stage = run["stage"]
     if not isinstance(stage, dict) or type(start := stage.get("start")) is not int:
         yield "stage does not describe a training stage"

@@ -107,7 +107,7 @@ def _first_fault(place: Path, lines: Sequence[LogLine | TornLine], checker: _Che
 
 
 def _check_heads(place: Path, lines: Sequence[LogLine | TornLine], heads: Mapping[str, str]) -> tuple[str | None, int]:
-    """Return a fault or None, and the number of lines after the last head. A head that matches no line is a fault."""
+    """Check that each head is the hash of a line; return a fault or None, and the number of lines after all heads."""
     numbers = {line.sha256: number for number, line in enumerate(lines, start=1) if isinstance(line, LogLine)}
     last = max((numbers.get(head, 0) for head in heads.values()), default=0)
     for name, head in heads.items():
@@ -255,7 +255,7 @@ class LoggedRun(NamedTuple):
     every: int
     """Maximum number of steps per digest."""
     rows: int | None
-    """Number of rows per step that digests cover if they cover only rank 0; None if they cover all ranks."""
+    """Number of rows per step on rank 0, if digests cover only rank 0; None if digests cover all ranks."""
     row_digests: RowDigests
     fields: Mapping[str, str]
 

@@ -187,14 +187,14 @@ class AcceleratorBatches:
         weight = batch.weights.sum()
         if self.loader.world_size > 1:
             dist.all_reduce(weight)
-        # Accelerate averages gradients over micro-batches and ranks, so divide the total weight by their number.
+        # Accelerate averages gradients over the micro-batches of all ranks, so divide the total weight by their number.
         weight /= self.accumulation * self.loader.world_size
         padding = self.loader.plan(self.loader.split).pad_token_id
         parts = (causal_lm_columns(part, pad_token_id=padding) for part in batch.split(self.accumulation))
         return [{**(flattened(columns) if self._flatten else columns), "step_weight": weight} for columns in parts]
 
     def _open_audit(self) -> Audit | None:
-        """Open the audit log on first use, because a checkpoint loaded before then determines which log to continue."""
+        """Open the audit log only when it is needed, because a loaded checkpoint determines which log to continue."""
         if self._audit is None and self._audit_dir is not None:
             reduce = self._sum if self.loader.world_size > 1 else None
             self._audit = Audit(self._audit_dir, state=self._audit_state, reduce=reduce)

@@ -4,8 +4,8 @@
     y          b c d e      labels        - b c d e      - is -100
     positions  0 1 0 1      position_ids  0 1 0 1 2
 
-A row of `input_ids` has one more token than a row of `x`: the token that the last position predicts. If this last token
-is not trained, padding replaces it; trained tokens are not affected.
+A row of `input_ids` has one more token than a row of the batch's `x`: the token that the last position predicts. If
+this last token is not trained, padding replaces it; trained tokens are not affected.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ class TrainBatches:
         return self._num_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state; the method exists because Lightning treats a loader that has it as resumable."""
+        """Return an empty state. Lightning treats a loader as resumable if it has this method."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -59,7 +59,7 @@ class TransformersPeer:
     def _ask(self, request: Any) -> list[int] | str | None:
         """Return the response of the process; None if the process crashes or exceeds its limits."""
         if self._channel is not None and self._owner != os.getpid():
-            # After a fork, close the inherited channel without ending the parent's process, and start a new process.
+            # After a fork, close the inherited channel, whose process the parent still uses, and start a new process.
             self._channel.close()
             self._channel = None
         self._owner = os.getpid()

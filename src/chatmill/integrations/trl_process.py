@@ -33,11 +33,11 @@ class TRLSetup(msgspec.Struct, frozen=True):
     patched: bool = False
     """Whether TRL renders with its own training template, which has generation tags."""
     no_mask: str = ""
-    """Why TRL trains every token instead of only answers with this template; otherwise empty."""
+    """Why TRL cannot train only answers with this template and trains every token instead; empty if it can."""
     end_trained: bool = True
     """Whether TRL trains the end token of an answer."""
     fault: str = ""
-    """Why TRL cannot be compared with chatmill; otherwise empty."""
+    """Why TRL cannot be compared with chatmill; empty if it can."""
 
 
 class PreparedRow(msgspec.Struct, frozen=True):
@@ -49,7 +49,10 @@ class PreparedRow(msgspec.Struct, frozen=True):
 
 
 class PreparedRecord(msgspec.Struct, frozen=True):
-    """A record prepared with the configured loss and with TRL's default loss; a string states why TRL rejects it."""
+    """A record prepared with the configured loss and with TRL's default loss.
+
+    If TRL rejects the record, a string with the reason replaces the row.
+    """
 
     chosen: PreparedRow | str
     default: PreparedRow | str | None = None
@@ -140,7 +143,7 @@ class _Preparation:
         return TRLSetup(**setup, patched=self._template is not None, end_trained=end_trained)
 
     def _decide(self) -> tuple[str | None, bool]:
-        """Return TRL's own training template, if it is needed, and whether TRL trains the end token of answers."""
+        """Return TRL's own training template (None if not needed), and whether TRL trains the end token of answers."""
         from trl import chat_template_utils as templates
 
         is_tagged = templates.has_generation_markers(self._tokenizer.chat_template)

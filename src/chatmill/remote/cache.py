@@ -109,7 +109,7 @@ def _is_whole(path: Path, size: int, sha256: str) -> bool:
 
 
 def _mark(sha256: str) -> int:
-    """Return the modification time that marks a verified object: a time from 1970 to 1978, unlike that of new files."""
+    """Return the modification time that marks a verified object: a time from 1970 to 1978, which no new file has."""
     return int(sha256[:7], 16)
 
 

@@ -61,7 +61,10 @@ def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks"
 
 
 def _check_own(path: Path, *, may_change: bool = False) -> None:
-    """Create a folder that only this user can write to, or check an existing one; with `may_change`, fix its mode."""
+    """Create a folder, or check an existing one; raise `UsageError` unless only this user can write to it.
+
+    With `may_change`, remove the write permission of other users instead of raising an error.
+    """
     try:
         status = path.lstat()
     except FileNotFoundError:

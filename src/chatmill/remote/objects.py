@@ -62,7 +62,7 @@ ATTEMPTS = 6
 TIME_LIMIT = 15.0
 """Seconds after which a request is no longer retried, if it was attempted at least twice."""
 FIRST_DELAY = 0.2
-"""Seconds before the second attempt; the delay doubles before each further attempt, with 50% jitter."""
+"""Seconds before the second attempt. The delay doubles with each attempt, and varies randomly by up to 50%."""
 RANGE_BYTES = 8 << 20
 """Maximum number of bytes per request, so that little data must be read again after a broken connection."""
 VERSIONS = (
@@ -116,7 +116,7 @@ def read(url: Url, start: int = 0, stop: int | None = None) -> bytes:
     """Return the bytes [start, stop) of an object, or fewer if the object is shorter; if `stop` is None, read to the
     end.
 
-    Without `stop`, raises `RemoteError` if the object is replaced in a bucket while it is read.
+    If `stop` is None and an object in a bucket is replaced while it is read, raises `RemoteError`.
     """
     if stop is not None:
         return _read_ranges(url, start, stop)
@@ -238,7 +238,10 @@ def infos_below(url: Url) -> dict[Url, ObjectInfo]:
 
 
 def first_below(url: Url) -> list[str]:
-    """Return sorted names of objects and subfolders directly in a folder; on S3, at most 1,000, from one request."""
+    """Return the sorted names of the objects and subfolders directly in a folder.
+
+    On S3, only one request is made, so at most 1,000 names are returned.
+    """
     _check_listable(url)
 
     def call(opened: Any, path: str) -> list[str]:
@@ -337,7 +340,7 @@ def _retried(
     bulk: bool = False,
     is_done: Callable[[], bool] = lambda: False,
 ) -> T | Any:
-    """Return the result of `call(filesystem, path)`, retried after transient errors.
+    """Return the result of `call(filesystem, path)`, which is called again after a transient error.
 
     A `bulk` call is tried up to `ATTEMPTS` times regardless of `TIME_LIMIT`. If a precondition fails on a retry,
     `is_done` is called to check whether an earlier attempt already made the change.

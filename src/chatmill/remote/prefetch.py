@@ -44,8 +44,8 @@ class Progress(NamedTuple):
 class Prefetch:
     """Downloads objects to the cache in order, at most `limit` bytes ahead of their use.
 
-    Call `used` after using an object, so that the next object can be downloaded. An object that cannot be downloaded is
-    skipped: the code that needs the object downloads it again, and raises the error.
+    Call `used` after using an object, so that the next object can be downloaded. If the server does not deliver an
+    object, the object is skipped: the code that needs it tries to download it again, and raises any error.
     """
 
     def __init__(self, objects: Sequence[RemoteObject], limit: int) -> None:

@@ -107,7 +107,7 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
 
     @property
     def generation_size(self) -> int:
-        """Number of prompts per call to the generator, chosen so that all generation batches are full."""
+        """Number of prompts per call to the generator, which splits them into full generation batches."""
         groups = max(1, self.generate_batch_size // self.beams)
         return groups * self.beams if self.decoding == "beam" else self.generate_batch_size
 

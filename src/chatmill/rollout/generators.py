@@ -1,7 +1,7 @@
 """Generators of the answers in a rollout run: the model itself, a server, or the log of an earlier run.
 
-A generator receives and returns token ids, but sends messages instead of ids to a chat server. Sampling depends only on
-(seed, step, row), so the same weights generate the same answers for a step.
+Prompts and answers are token ids; a generator for a text or chat server converts them. Sampling depends only on (seed,
+step, row), so the same weights generate the same answers for a step.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def train_rollouts(
         run = _RolloutRun(config, folder, world, model)
         run.resume(resume)
         generator = generator or world.together(lambda: generator_of(config, run.model, run.task))
-        # Keep only the rollouts of finished rounds, which are logged under the first step of their round.
+        # Keep only the rollouts of finished rounds. Each rollout is logged with the first step of its round.
         rewinds = {ROLLOUTS: run.step - 1}
         run_dir = RunDir(
             folder,
@@ -249,7 +249,7 @@ class _RolloutRun:
         return [rows.take(np.flatnonzero(fits & (step_of == step))) for step in range(steps)]
 
     def _answers(self, generator: Generator, prompts: list[list[int]], records: list[Record]) -> list[list[int]]:
-        """Return an answer to each prompt. Ranks generate whole batches, so answers do not depend on the world size."""
+        """Return an answer to each prompt. Each rank generates whole batches, so the world size does not matter."""
         size = self.config.generation_size
         starts = range(0, len(prompts), size)
 
@@ -355,7 +355,7 @@ class _RolloutRun:
 def _padded_length(rows: Rows, device: torch.device) -> int | None:
     """Return the length to pad a batch to; None means the length of the longest row in the batch.
 
-    On a GPU, round the length up to a power of two, because FlexAttention is compiled for at most eight lengths.
+    On a GPU, round the length up to a power of two, because FlexAttention is compiled separately for each length.
     """
     if device.type != "cuda":
         return None

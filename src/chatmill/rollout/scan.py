@@ -76,7 +76,7 @@ class Scan:
     data: bytes
     """The bytes of the rollout before the stop token or stop text."""
     token_start: Index
-    """The byte offset of each token, followed by the length in bytes."""
+    """The byte offset of each token, followed by the total length in bytes."""
     root: int
     """The byte offset of the root object's opening brace; -1 if the rollout has no root object."""
     entries: tuple[ParsedEntry, ...]
@@ -195,7 +195,7 @@ def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
 
 
 def _boxes(data: bytes, at: int) -> list[Box]:
-    """Return the consecutive box entries with chatmill's exact formatting that start at an offset."""
+    """Return the box entries at an offset, up to the first entry that does not have chatmill's exact formatting."""
     if _rollout is not None:
         return _rollout.boxes(data, at)
     boxes: list[Box] = []

@@ -36,7 +36,7 @@ class ServerAnswer:
     finish_reason: str | None = None
     has_text: bool = False
     parsed: str = ""
-    """Name of the field for reasoning or tool calls to which the server moved part of the answer, or empty."""
+    """Name of the field (reasoning or tool calls) to which the server moved part of the answer; empty if it did not."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 

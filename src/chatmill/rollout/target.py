@@ -143,7 +143,7 @@ def build_target(
         missed=matching.missed,
         truncated=scan.ended == "open",
         fallback=cut.fallback,
-        # If all entries are valid objects, they have already been parsed as JSON.
+        # Valid objects were already parsed as JSON, so parse the text again only if it contains other entries.
         target_is_json=len(valid) == len(cut.entries) or _is_json(cut.text + appended.text.encode()),
         kept=kept,
         slots=len(slots[0]),

@@ -18,7 +18,7 @@ COORDINATES = tuple(f"<|coord_{k}|>" for k in range(1000))
 CACHED = 1 << 16
 """Maximum number of texts whose token ids are cached."""
 UNSEEN, MISSING = -1, -2
-"""Markers instead of a token's size: the id has not been looked up yet, or the tokenizer lacks it."""
+"""Markers stored in place of a token's size: the id has not been looked up yet, or the tokenizer lacks it."""
 COORDINATE = {token: k for k, token in enumerate(COORDINATES)}
 
 
@@ -44,8 +44,8 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._pieces = _TokenBytes(tokenizer)
-        # Concatenated bytes of all ids seen so far, with the start and size of each id. Index 0 and the last index
-        # stand for ids outside the vocabulary.
+        # The concatenated bytes of all tokens seen so far, and the start and size of each token in them. Index 0 and
+        # the last index stand for ids outside the vocabulary.
         self._bytes = np.empty(0, dtype=np.uint8)
         self._start = np.zeros(2, dtype=np.int64)
         self._size = np.full(2, MISSING, dtype=np.int64)
@@ -119,11 +119,11 @@ class Vocabulary:
         return [self._made_exact(of_text, text) for of_text, text in zip(encoded, texts, strict=True)]
 
     def starts(self, ids: Sequence[int]) -> Index:
-        """Return the byte offset of each token, followed by the length in bytes."""
+        """Return the byte offset of each token, followed by the total length in bytes."""
         return sizes_to_starts([piece or b"" for piece in self.pieces(ids)])
 
     def cut(self, kept: bytes) -> list[int] | None:
-        """Return ids that decode to `kept`, the first bytes of a split token; None if impossible."""
+        """Return ids that decode to `kept`, the first bytes of a split token; None if there are no such ids."""
         try:
             return self.exact([kept.decode()])[0]
         except (UnicodeDecodeError, DataError):
@@ -149,7 +149,7 @@ class Vocabulary:
         if spelled == wanted:
             return ids
         if spelled == b" " + wanted:
-            # SentencePiece adds a leading space, which affects only the first token.
+            # SentencePiece adds a leading space, which is in the first token, so replace only this token.
             first = next(at for at, piece in enumerate(self.pieces(ids)) if piece)
             head = self._segment((self.pieces(ids)[first] or b"")[1:])
             if head is not None:

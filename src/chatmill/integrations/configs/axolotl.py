@@ -227,7 +227,7 @@ def _take_training(translation: Translation, keys: TheirKeys) -> None:
 
 
 def _steps_of_batch_size(translation: Translation, keys: TheirKeys) -> int:
-    """Return the accumulation steps that `batch_size` implies; 1 if `batch_size` is missing or overridden."""
+    """Return the number of accumulation steps that `batch_size` implies; 1 if `batch_size` is missing or overridden."""
     rows, micro = keys.integer("batch_size", least=1, most=2**24), keys.peek("micro_batch_size")
     if rows is None:
         return 1

@@ -165,7 +165,7 @@ def _take_type(translation: Translation, keys: TheirKeys, kind: str, number: int
 
 
 def take_messages(translation: Translation, keys: TheirKeys, kind: str, number: int, layout: Layout) -> None:
-    """Read the keys for a dataset of messages: its column, the names of keys and roles, and the turns to train."""
+    """Read the keys for a dataset of messages: the names of columns, message keys and roles, and the turns to train."""
     is_sharegpt = kind == "sharegpt"
     columns: dict[str, Any] = {}
     translation.take(keys.path("type"), kind, source=(number, {"shape": "sharegpt" if is_sharegpt else "messages"}))

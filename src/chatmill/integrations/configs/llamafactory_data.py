@@ -42,7 +42,7 @@ def why_not_sft(entry: Mapping[str, Any]) -> str | None:
 
 
 def take_entry(translation: Translation, name: str, entry: Any, folder: Place, *, only_val: bool = False) -> None:
-    """Convert one entry of dataset_info.json to a source, or refuse an entry that cannot be used."""
+    """Convert one entry of dataset_info.json to a source; an entry that cannot be used makes the import fail."""
     if not isinstance(entry, dict):
         translation.refuse(name, entry, "expected a table as an entry of dataset_info.json")
         return
