@@ -470,7 +470,7 @@ def try_boxes(rollout: ModuleType, rng: random.Random) -> None:
 
 
 def overlap(one: list[int], other: list[int]) -> float | None:
-    """Return the IoU of two boxes, or None if they do not even touch."""
+    """Return the IoU of two boxes, or None if they neither overlap nor touch."""
     width, height = (min(one[at + 2], other[at + 2]) - max(one[at], other[at]) for at in (0, 1))
     if min(width, height) < 0:
         return None

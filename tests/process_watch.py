@@ -95,7 +95,7 @@ def end_with_stacks(processes: list[Process]) -> str:
 
 
 def _open_errors(pid: int) -> int | None:
-    """Open a process's standard error to read what it prints next, which works for files and for pipes without other
+    """Open a process's standard error to read what it prints next. This works for files, and for pipes without other
     readers.
     """
     try:

@@ -58,8 +58,8 @@ def expected_weights(offsets, size: int, ranges, own: float, flagged: bool) -> t
 
 
 def pairs_of_bytes() -> bytes:
-    """Return a byte-level BPE that merges random pairs of bytes: some characters have several tokens, and some tokens
-    cross characters.
+    """Return a byte-level BPE that merges random pairs of bytes: some characters consist of several tokens, and some
+    tokens cross character boundaries.
     """
     alphabet = bytes_to_unicode()
     letters = [alphabet[byte] for byte in sorted({*"".join(PIECES).encode()}) if byte >= 0x80 or chr(byte) in " aens<|"]

@@ -36,8 +36,8 @@ TRUTH = [{"desc": "cat", "bbox_2d": [1, 2, 300, 400]}, {"desc": "bird", "bbox_2d
 
 
 def write_folder(folder: Path, name: str, *, special_coordinates: bool = True) -> Path:
-    """Write a folder without a model. For servers, which omit special tokens from texts, coordinates can be ordinary
-    tokens.
+    """Write a folder without a model. Servers omit special tokens from their texts; `special_coordinates=False` makes
+    coordinates ordinary tokens.
     """
     template, end = TEMPLATES[name]
     folder.mkdir(parents=True, exist_ok=True)

@@ -219,7 +219,7 @@ def transcripts() -> str:
 
 
 def audited(packing: str) -> Callable[[], str]:
-    """Return the audit log of a run without its times and without the hashes of lines that contain times."""
+    """Return the audit log of a run without its timestamps and without the hashes of lines that contain timestamps."""
 
     def run() -> str:
         name = f"audited-{packing}"

@@ -31,7 +31,7 @@ def grid_size(most: int) -> int:
 
 
 def scene(draw: random.Random, most: int, order: Order = "reading") -> tuple[str, list[dict[str, Any]]]:
-    """Return the text of a scene and its objects, between half of `most` and `most`.
+    """Return the text of a scene and its objects: normally `most // 2` to `most`, fewer if the grid has no space left.
 
     Objects are in reading order (by the upper left corner) or in random order.
     """

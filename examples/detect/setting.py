@@ -200,7 +200,7 @@ def score(model_or_run: Path, folder: Path) -> Scores:
         objects = target.valid_objects
         of_answer = score_objects(objects, truth.objects)
         total = total.plus(of_answer)
-        # Boxes that are correct only when each object is matched alone duplicate a matched box.
+        # A box that is correct on its own, but not when all objects are matched together, duplicates a matched box.
         alone = sum(score_objects([thing], truth.objects).correct for thing in objects)
         duplicates += alone - of_answer.correct
         valid += answer[-1] == task.eos_id and is_json(task.tokenizer.decode(answer[:-1]))
@@ -216,7 +216,8 @@ def score(model_or_run: Path, folder: Path) -> Scores:
 
 
 def border_agreement(run: Path, folder: Path, border: str) -> dict[str, float]:
-    """Cut true answers of held-out scenes in the middle, and measure how well their targets fit the cut.
+    """Cut true answers of held-out scenes in the middle, and measure how well the tokens of their targets continue
+    after the cut.
 
     `same`: share of targets with exactly the tokens of the uncut answer. `likely`: share of targets whose next token
     after the kept tokens is the most likely one for the model.

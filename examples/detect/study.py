@@ -206,8 +206,8 @@ COLUMNS = {
 def table_lines(results: list[dict[str, Any]], by: str, seeds: list[int] | None) -> Iterable[str]:
     """Yield a table of settings: mean scores, and paired differences from the control with their 95 % intervals.
 
-    `tokens` is the number of trained tokens relative to the control. `before` and `further` are the compared metric (by
-    default F1) after stage 1 and for the control.
+    `tokens` is the number of trained tokens relative to the control. `before` is the compared metric (by default F1)
+    after stage 1, and `further` is the same metric for the control.
     """
     chosen = [line for line in results if seeds is None or line["seed"] in seeds]
     controls = {(line["kind"], line["seed"]): line for line in chosen if line["name"] == "control"}

@@ -177,7 +177,8 @@ def test_a_log_of_an_earlier_version_verifies_and_is_continued(dataset, tmp_path
     audit, _ = run(dataset, tmp_path, 30, every=6, saved=states[20])
     checked = verify_log(audit.path, dataset)
     assert (checked.fault, checked.steps) == (None, 30)
-    # Without the recorded digest kind, the new digests are checked as old ones and do not match.
+    # Without the digest kind in the log, verification computes digests of the old kind, which do not match the new
+    # ones.
     audit.path.write_bytes(b"".join(line + b"\n" for line in rechained(
         audit.path.read_bytes().replace(b" | row_digest=sha256", b"").split(b"\n")[:-1], 0
     )))  # fmt: skip
@@ -232,7 +233,9 @@ def test_digests_cover_all_ranks_if_they_can_be_reduced(dataset, tmp_path, share
 
 
 def test_a_reader_that_swaps_two_episodes_is_detected(dataset, tmp_path, monkeypatch):
-    """The loader reports the expected episode ids although the rows are swapped, so only the digest reveals it."""
+    """The loader reports the expected episode ids although the rows are swapped, so only the digest reveals the
+    swap.
+    """
     real = EpisodeReader.locate
 
     def swapping(self, episodes):
@@ -401,7 +404,7 @@ FORGERIES = [
 
 @pytest.mark.parametrize("number", range(len(FORGERIES)))
 def test_a_forged_log_with_a_valid_hash_chain_is_detected(dataset, tmp_path, number):
-    """The forgery is detected without passing the head that a checkpoint stores."""
+    """The forgery is detected even if the head from the checkpoint is not passed to `verify_log`."""
     action, forge, said = FORGERIES[number]
     _, states = run(dataset, tmp_path, 11, checkpoints=(9,), config={"batch_size": 8})
     audit, _ = run(dataset, tmp_path, 12, config={"batch_size": 8}, saved=states[9])

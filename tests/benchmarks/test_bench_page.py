@@ -311,7 +311,7 @@ def test_a_bar_is_as_long_as_the_logarithm_of_its_ratio(run):
     for (width, kind), ratio in zip(bars, times, strict=False):
         assert width == pytest.approx(max(1, scale * abs(math.log10(ratio))), abs=0.3)
         assert kind == ("faster" if ratio >= 1 else "slower")
-    # Three more bars show the training of peers.
+    # The other three bars compare training with peers.
     assert len(bars) == len(times) + 3
 
 

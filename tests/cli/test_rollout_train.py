@@ -360,6 +360,6 @@ def test_a_share_of_rows_may_be_true_answers_spread_evenly(files):
         assert [line["row"] for line in logged if line["step"] == 0] == list(range(int(6 * share)))
         steps = lines_of(files / f"share{share}" / "metrics.jsonl")
         trained[share] = sum(line["trained"] for line in steps if "trained" in line)
-    # This model's answers are not JSON, so targets append all objects. Rows without a rollout also train the opening
-    # brace, which is one token.
+    # This model's answers are not JSON, so each target appends all objects to the answer. In rows without a rollout,
+    # the opening brace is also trained, which adds one token per row.
     assert trained == {share: trained[1.0] + 18 - int(18 * share) for share in trained}

@@ -93,7 +93,7 @@ class Child:
 def cpu_time(pid: int) -> float:
     """Return the CPU seconds used by a process and all its descendants."""
     try:
-        # The fields after the process name are utime, stime, cutime and cstime.
+        # Fields 11 to 14 after the process name are utime, stime, cutime and cstime.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         used = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -172,7 +172,9 @@ def limited(work: Callable[[], Any], room: int) -> Callable[[], Any]:
 
 
 def load_torch() -> None:
-    """Import torch before forking, so that not every child that trains has to import it, but do not compute with it."""
+    """Import torch before forking, so that children that train do not have to import it; do not compute with it
+    here.
+    """
     import torch
     import torch._dynamo
 

@@ -47,7 +47,7 @@ Work = tuple[int, Callable[[], Any]]
 
 
 def run_at_once(works: Sequence[Work]) -> Iterator[tuple[int, Ended, float]]:
-    """Run each work item in a separate process; yield its index, its result and its seconds."""
+    """Run each work item in a separate process; yield its index, its result and its duration in seconds."""
     waiting = sorted(range(len(works)), key=lambda number: works[number][0])
     running: dict[int, tuple[int, Child, float]] = {}
     while waiting or running:

@@ -317,7 +317,8 @@ def test_each_trained_token_is_trained_in_exactly_one_window(record, capacity):
         if 2 * system <= capacity:
             assert ids[:system].tolist() == list(range(system))
             assert all(gap == system - 1 for gap in gaps)
-        # A window contains as much context as fits; a window that is not full starts at the start of the conversation.
+        # A window contains as much context as fits; a window that is not full begins with the first token of the
+        # conversation.
         if len(ids) < capacity and len(ids):
             assert len(gaps) == 0
             assert ids[0] == 0

@@ -83,7 +83,9 @@ def leaves(value: object, path: str = "") -> list[str]:
 
 
 def unreported(config: object, keys: list[str]) -> list[str]:
-    """Return the paths of values that no key or several keys of a report cover; a key covers everything below it."""
+    """Return the paths of values that are not covered by exactly one key of a report; a key covers everything below
+    it.
+    """
 
     def names(key: str, leaf: str) -> bool:
         return leaf == key or leaf.startswith((f"{key}.", f"{key}["))

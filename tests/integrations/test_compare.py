@@ -28,7 +28,7 @@ CONTROL = ["<|im_start|>", "<|im_end|>"]
 
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory):
-    """Return ChatML with one token per byte."""
+    """Return a renderer for ChatML with one token per byte."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "tokenizer.json").write_bytes(train_bpe(["x"], vocab_size=258, control=CONTROL))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": CHATML}))
@@ -54,7 +54,7 @@ def encode(renderer, text: str) -> list[int]:
 
 
 def peer_row(renderer, *parts: tuple[str, bool], kept: int | None = None) -> PeerRow:
-    """Return a row of texts, each trained or not."""
+    """Return a row that consists of these texts, each marked as trained or not."""
     pieces = [(encode(renderer, text), trained) for text, trained in parts]
     ids = np.array([id for ids, _ in pieces for id in ids], dtype=np.uint32)
     mask = np.array([trained for ids, trained in pieces for _ in ids], dtype=bool)
@@ -87,7 +87,7 @@ def test_a_row_equal_to_ours_has_no_difference(renderer):
         ),
         (
             [(HEAD + "Yo<|im_end|>\n", True)],
-            # No row predicts the first token.
+            # The first token of a row is never predicted, so it is not counted.
             [
                 (Why.TURN, Counts(only_peer=5)),
                 (Why.USER, Counts(only_peer=2)),

@@ -328,7 +328,7 @@ def test_a_hostile_template_costs_its_record_and_nothing_else(run, tmp_path, mon
 
 
 def test_a_template_that_never_ends_is_given_up_in_one_line(tmp_path, monkeypatch):
-    """Only TRL is used: chatmill's own renderer refuses to open such a template."""
+    """The template is given only to TRL, because chatmill's own renderer refuses to open a template that never ends."""
     monkeypatch.setattr("chatmill.integrations.trl_peer.SECONDS", 1.0)
     renderer = open_renderer("template", str(make_model(tmp_path / "model", TAGGED)))
     endless = TemplateSource("endless.jinja", ENDLESS.replace("'loop' in messages[0].content", "true"))

@@ -51,9 +51,7 @@ def test_segments_are_numbered_from_the_end_of_their_episode():
 
 
 def rows_of_epoch(rows: Rows, config: dict, epoch: int) -> list[list[int]]:
-    """Return the episodes of every row of an epoch; the number of episodes must be less than 2^16, one packing
-    window.
-    """
+    """Return the episodes of every row of an epoch, which must fit in one packing window of 2^16 episodes."""
     lengths = rows.lengths.tolist()
     eligible = [at for at, length in enumerate(lengths) if length >= config["episode_min_tokens"]]
     episodes = order(config["epoch_seed"], epoch, eligible)
@@ -142,7 +140,9 @@ def test_stored_padding_is_never_trained_with_or_without_the_mask(tmp_path):
 
 
 def test_a_shard_with_as_many_segments_as_episodes_may_have_an_episode_of_two(tmp_path):
-    """An empty episode and one with two segments: there are as many segments as episodes, but their numbers differ."""
+    """One episode is empty and one has two segments, so the counts of episodes and segments are equal, but their
+    numbers do not correspond.
+    """
     span = ([5, 6], 1, 0, 1.0, 0, -1)
     rows = build([[], [((None, 1), [span]), ((None, 2), [span])], [((None, 3), [span])]])
     target = write_rows(tmp_path / "d", {"train": rows}, shard_tokens=1000)

@@ -22,7 +22,7 @@ def test_batches_on_a_gpu_equal_those_on_the_host(tmp_path):
     sums = []
     for batch in islice(there, 120):
         assert all(array.device.type == "cuda" for array in batch)
-        # Slow kernels keep the current stream behind while memory is freed and the next batches are copied.
+        # A slow kernel delays the current stream while memory is freed and the next batches are copied.
         busy = torch.tanh(busy @ busy)
         sums.append(torch.stack([array.double().sum() for array in batch]))
         del batch

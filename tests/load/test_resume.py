@@ -79,7 +79,7 @@ class Ranks:
     def state(self) -> Any:
         first, *others = (loader.state_dict() for loader in self.loaders)
         assert all(other == first for other in others)
-        # Convert the state as a checkpoint does.
+        # Convert the state to JSON and back, as a checkpoint does.
         return json.loads(json.dumps(first))
 
     def load(self, state: Any) -> Ranks:

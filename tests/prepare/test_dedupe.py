@@ -86,7 +86,7 @@ def corpus(count: int) -> list[dict[str, Any]]:
 
 
 def similarities(records: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
-    """Return all pairs with common 5-byte sequences and their exact Jaccard similarity."""
+    """Return each pair of records that share a 5-byte sequence, with its exact Jaccard similarity."""
     held: dict[bytes, list[int]] = {}
     sizes = []
     for number, record in enumerate(records):

@@ -80,7 +80,7 @@ class Nodes:
         of_head = {"include_dashboard": False, "temp_dir": self._sockets} if number == 0 else {}
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder / "here")
-            # chatmill is importable on every node.
+            # Make chatmill importable on every node.
             patch.setenv("PYTHONPATH", os.pathsep.join([str(folder / "site"), *filter(None, sys.path)]))
             patch.setenv("TMPDIR", str(folder / "tmp"))
             patch.setenv("HOME", str(folder / "home"))

@@ -107,7 +107,7 @@ def test_yaml_and_toml_describe_the_same_job(name):
     Path(name).write_text(TOML if name.endswith("toml") else YAML)
     job = load_recipe(name)
     assert job == JOB
-    # YAML and TOML here differ in 1 and 1.0, which must give the same job hash.
+    # The YAML file contains 1 where the TOML file contains 1.0, which must not change the job hash.
     assert job.sha256() == JOB.sha256()
 
 

@@ -98,7 +98,7 @@ def test_a_conditional_write_with_a_lost_response_succeeds(bucket, proxy, kind):
     proxy.fail(Fault(kind, method="PUT", times=2, after=1))
     write(bucket / "x", b"2", replaces=find(bucket / "x").version)
     assert read(bucket / "x") == b"2"
-    # An object that an earlier call has written is still reported as existing.
+    # An object written by an earlier call is reported as existing, although an earlier attempt could have written it.
     proxy.fail(Fault(kind, method="PUT", times=2, after=1))
     with pytest.raises(ExistingObjectError):
         write(bucket / "x", b"2", new=True)

@@ -145,7 +145,7 @@ def test_an_uploaded_file_reads_back_unchanged(bucket, tmp_path, monkeypatch):
 def test_one_of_two_writers_wins_if_the_store_has_conditional_writes(store, bucket, monkeypatch):
     if store is None or store.folder is not None:
         pytest.skip("this store does not support conditional writes")
-    # Simulate writers that both looked before the other one wrote.
+    # Simulate two writers that both check for the object before either of them writes.
     monkeypatch.setattr(objects, "find", lambda url: None)
     write(bucket / "x", b"1", new=True)
     with pytest.raises(ExistingObjectError):

@@ -368,7 +368,7 @@ def test_the_api_key_is_sent_but_neither_shown_nor_stored(tmp_path, monkeypatch)
     assert {headers["Authorization"] for _, headers, _ in asked} == {f"Bearer {KEY}"}
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(files) > 5 and not [path for path in files if KEY.encode() in path.read_bytes()]
-    # The messages of every logged record were sent.
+    # Exactly the messages of the logged records were sent.
     logged = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     said = {truth.record.id: truth.record.messages[0].content for truth in read_truth(tmp_path / "truth.jsonl")}
     assert sorted(request["messages"][0]["content"] for _, _, request in asked) == sorted(said[x["id"]] for x in logged)

@@ -21,7 +21,7 @@ def assert_is_a_picture(path: Path) -> None:
     width, height = struct.unpack(">II", image[16:24])
     assert width == 1280
     assert 600 <= height <= 1000
-    # The image of an empty page would have a tenth of the minimum size.
+    # A screenshot of an empty page would have only a tenth of this minimum size.
     assert 50_000 < len(image) < MAX_BYTES
 
 

@@ -1,5 +1,5 @@
-"""With `pad_token_id: null`, the end token of another program's tokenizer file is used; without one, there is one error
-line.
+"""With `pad_token_id: null`, the end token is read from another program's tokenizer file; if it has none, the error is
+one line.
 """
 
 from __future__ import annotations

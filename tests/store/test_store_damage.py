@@ -207,7 +207,7 @@ def resident(path: Path) -> int:
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split(maxsplit=5)
         if not name.endswith(":"):
-            # The first line of a mapping ends with its file, or with a number if it has none.
+            # The first line of a mapping ends with the path of its file, or with a number if it maps no file.
             here = rest[-1] == str(path)
         elif name == "Rss:" and here:
             held += 1024 * int(rest[0])

@@ -1,5 +1,5 @@
-"""The token width of another program's dataset is detected if it is certain; otherwise the dataset is refused until it
-is given.
+"""The token width of another program's dataset is detected if it is unambiguous; otherwise the dataset is refused until
+the width is given.
 
 Datasets are written with plain numpy, as the scripts of the specification would; expected values are computed from
 the written arrays.

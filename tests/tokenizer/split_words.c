@@ -1,4 +1,5 @@
-/* Split texts into words like `_bpe.c`, without Python, so that it runs on any processor, including an emulated one.
+/* Split texts into words like `_bpe.c`, without Python, so that the code can be tested on any processor, including an
+   emulated one.
 
        split_words PATTERN CLASSES < texts > words
 

@@ -170,7 +170,7 @@ def test_columns_give_the_same_ids_as_their_texts(engines, given):
 
 
 def test_many_threads_encode_at_once(engines):
-    """Every call has new words to merge, and the list of one call is cleared while the call runs."""
+    """The threads start with words that are not cached yet, and a list is cleared while another call encodes it."""
     backend, peer = engines
     encoder, rng = backend._encode._encoder, random.Random(4)
     new = [" ".join("".join(rng.choices("abcdefgh'é1", k=7)) for _ in range(900)) for _ in range(40)]

@@ -296,7 +296,7 @@ def test_processes_that_compile_at_the_same_time_all_get_the_right_ids(trained_j
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with_source = os.environ | {"PYTHONPATH": source}
     processes = [subprocess.Popen(command, env=with_source, **pipes) for _ in range(4)]
-    # Start all processes before waiting, so that they import chatmill and compile at the same time.
+    # Each process imports chatmill and waits for a line, so that all of them compile at the same time.
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()

@@ -80,7 +80,7 @@ def assert_equal_ids(backend: TokenizerJson, texts: list[str]) -> None:
 
 
 def test_letters_that_fold_to_ascii_are_encoded_like_in_tokenizers(pairs):
-    # For the first two texts, fastokens itself gives other ids than `tokenizers`.
+    # For the first two texts, the ids of fastokens itself differ from those of `tokenizers`.
     assert_equal_ids(pairs, ["a'\u017f'se", "\n\u180e.", "plain", *PROBE, "", "'\u017ft", "plain"])
 
 

@@ -1,4 +1,4 @@
-"""The last check: even a faulty backend cannot produce a control token from text."""
+"""The final check of encoded text: even a faulty backend cannot produce a control token from text."""
 
 from __future__ import annotations
 

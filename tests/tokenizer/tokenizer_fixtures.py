@@ -75,8 +75,8 @@ MARKERS = (
 
 
 def mixed_texts(seed: int, size: int) -> list[str]:
-    """Return at least `size` bytes of texts: languages, code, emoji, whitespace, control tokens as text, and any
-    Unicode.
+    """Return texts of at least `size` bytes in total: several languages, code, emoji, whitespace, control tokens as
+    text, and arbitrary Unicode.
     """
     rng = random.Random(seed)
     words = [word for line in _WORDS.values() for word in line.split()]
@@ -145,7 +145,7 @@ def added(id: int, content: str, *, special: bool) -> dict[str, Any]:
 
 
 def edited(raw: bytes, path: Path, **sections: Any) -> Path:
-    """Write a tokenizer.json with some sections replaced to `path`."""
+    """Write a tokenizer.json to `path`, with some sections replaced."""
     path.write_text(json.dumps({**json.loads(raw), **sections}))
     return path
 

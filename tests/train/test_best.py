@@ -72,7 +72,7 @@ def test_a_run_that_does_not_improve_stops_and_keeps_its_best_checkpoint(stopped
     best = stopped.folder / "step_00000009"
     assert (stopped.best_step, stopped.best_val_loss, stopped.best_checkpoint) == (9, 1.0, best)
     assert str((stopped.folder / "best").readlink()) == best.name
-    # The run evaluates every 3 steps and saves every 5. The best checkpoint, at step 9, is saved in addition and kept.
+    # The run evaluates every 3 steps and saves every 5. The best checkpoint, at step 9, is also saved, and is kept.
     assert [path.name[-2:] for path in list_checkpoints(stopped.folder)] == ["09", "10", "15"]
     reason = "val loss has not fallen below 1.0000 for 2 evaluations (early_stop_patience 2)"
     said = json.loads(json.dumps(stopped.to_json()))

@@ -51,7 +51,7 @@ def test_verify_does_not_change_the_run(data, tmp_path):
 
 
 def run_changed(data, folder, after, **changes):
-    """Train five epochs, and change the data after a step."""
+    """Train with `verify`, and change the data after step `after`."""
     settings = config(verify=True, max_iters=60, save_interval=5, **changes)
 
     def watch(record):

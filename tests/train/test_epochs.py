@@ -207,7 +207,8 @@ def test_a_later_layer_replaces_the_other_key_of_a_pair():
     assert layered({"max_iters": 10}, {"epochs": 3}) == {"epochs": 3}
     assert layered({"epochs": 3}, {"max_iters": 10}) == {"max_iters": 10}
     assert layered({"epochs": 3, "max_iters": None}, {"max_iters": 10}) == {"max_iters": 10}
-    # The stored config of a run has both keys of a pair; batch_size becomes the number of rows per micro-batch.
+    # The stored config of a run contains batch_size and tokens_per_step. If tokens_per_step is given, batch_size
+    # becomes the number of rows per micro-batch.
     stored = {"batch_size": 64, "gradient_accumulation_steps": 8, "tokens_per_step": None}
     assert layered(stored, {"tokens_per_step": 99}) == {"batch_size": 8, "tokens_per_step": 99}
     assert layered(stored, {"tokens_per_step": 99, "batch_size": 4}) == {"batch_size": 4, "tokens_per_step": 99}

@@ -1,4 +1,6 @@
-"""Adapters made with peft give the same logits as in peft, loaded or merged, or are refused with a one-line error."""
+"""Adapters made with peft give the same logits as in peft, whether loaded or merged; unsupported ones are refused with
+a one-line error.
+"""
 
 from __future__ import annotations
 

@@ -61,7 +61,9 @@ def rss_anon() -> int:
 
 @contextmanager
 def watched() -> Iterator[list[int]]:
-    """Append the peak growth of anonymous memory within the context."""
+    """Yield a list whose last item is the peak growth of anonymous memory in the `with` block, once the block has
+    ended.
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before, growth, done = rss_anon(), [0], threading.Event()
@@ -109,7 +111,7 @@ def models(tmp_path_factory) -> tuple[Path, int, int]:
     ids=["2 ranks, adapters", "4 ranks"],
 )
 def test_a_rank_holds_only_its_shard_and_one_tensor(models, tmp_path, count, settings):
-    """Load and save a model with many files in its stored dtype, or with adapters."""
+    """Load and save a model of many files, with and without adapters."""
     folder, size, largest = models
 
     def work(rank: int) -> list[int]:

@@ -133,7 +133,7 @@ def test_runs_resume_from_two_ranks_to_four_and_from_four_to_one(undisturbed, su
     step(sums_data, tmp_path, resume="auto", max_iters=10, parallel="ddp")
     right = trained(sums_data, tmp_path, name="alone", **{**WAY, "parallel": "ddp", "max_iters": 10})
     np.testing.assert_allclose(curve(tmp_path / "run"), curve(right.folder), rtol=0, atol=1e-5)
-    # Another run that starts from this model has the same losses sharded and unsharded.
+    # A new run that starts from this model has the same losses whether it is sharded or not.
     losses = ranks(2, lambda _: step(sums_data, tmp_path, name="more", init_from_model=str(tmp_path / "run"), **ONE))[0]
     whole = trained(sums_data, tmp_path, name="whole", init_from_model=str(tmp_path / "run"), **ONE)
     np.testing.assert_allclose(losses, curve(whole.folder), rtol=0, atol=1e-5)

@@ -1,4 +1,6 @@
-"""Bad model folders are refused with a one-line error from file types and headers, before any weight is loaded."""
+"""Bad model folders are refused with a one-line error, based on file types and headers alone, before any weight is
+loaded.
+"""
 
 from __future__ import annotations
 

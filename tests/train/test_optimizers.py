@@ -273,7 +273,7 @@ def test_replicas_stay_identical_and_one_rank_resumes_checkpoints_of_two(sums_da
     alone = trained(sums_data, tmp_path / "two", resume="auto", **often)
     after = weights_of_run(alone.checkpoint)
     for key, tensor in ended.items():
-        # One rank sums gradients in another order than two ranks, and rounds with other random numbers.
+        # One rank sums gradients in a different order from two ranks, and rounds with different random numbers.
         torch.testing.assert_close(after[key].float(), tensor.float(), atol=0.02, rtol=0.05)
 
 
@@ -297,8 +297,8 @@ def test_optimizers_that_need_unsharded_matrices_are_refused_with_fsdp(name):
 
 @pytest.fixture
 def saved(tmp_path):
-    """Return a function that saves a checkpoint after one step, and returns its tensors and a function to restore
-    changed ones.
+    """Return a function that saves a checkpoint after one step. It returns the checkpoint's tensors, and a function
+    that restores the checkpoint with changed tensors.
     """
 
     def made(name: str):
@@ -354,8 +354,8 @@ def test_impossible_optimizer_state_is_refused(saved, name):
 
 @cache
 def chain_batch(changed: int, *seed: int):
-    """Return a batch of sequences from a Markov chain, in which every token is trained; `changed` rows of its table
-    differ.
+    """Return a batch of sequences from a Markov chain, in which every token is trained; the first `changed` rows of the
+    transition table are replaced.
     """
     table = np.random.default_rng(0).integers(1, VOCAB, (VOCAB, 2))
     table[:changed] = np.random.default_rng(1).integers(1, VOCAB, (changed, 2))

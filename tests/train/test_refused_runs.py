@@ -126,7 +126,7 @@ def test_a_refused_run_changes_nothing(inputs, monkeypatch, capsys, refusal):
     assert everything(inputs) == before
 
 
-# Errors that occur later, up to the end of the first step.
+# Errors after the settings are accepted, up to the end of the first step.
 
 
 def full(*_, **__):

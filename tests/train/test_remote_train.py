@@ -1,5 +1,5 @@
-"""Training from a bucket gives the same losses as from a local dataset, can resume from either, and has one-line
-errors.
+"""Training from a bucket gives the same losses as from a local dataset, a run can resume from either, and errors are
+one line.
 """
 
 from __future__ import annotations

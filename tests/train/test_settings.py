@@ -334,7 +334,7 @@ def test_a_tokenizer_that_cannot_be_compared_is_noted(run):
     left = "it is not compared with the tokenizer of the caches"
     notes = list(compare_tokenizer({"tokenizer.path": "away.json"}, config, tokenizer_sha256))
     assert notes == [f"chatmill.toml: tokenizer.path is away.json, which does not exist, so {left}"]
-    # Simulate an image without the packages that open tokenizers.
+    # Simulate a container image without the packages that open tokenizers.
     notes = list(compare_tokenizer({"tokenizer.path": "bytes"}, config, lambda path: None))
     assert notes == [f"chatmill.toml: tokenizer.path is bytes, which cannot be opened here, so {left}"]
     with pytest.raises(DataError, match="was built with tokenizer"):

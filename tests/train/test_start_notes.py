@@ -68,7 +68,7 @@ def test_the_count_equals_that_of_an_epochs_batches(folders, kind):
 
 def test_counts_come_from_metadata_without_reading_masks(folders, monkeypatch):
     loaders = [EpisodeLoader(folders[kind], config(use_loss_mask=False)) for kind in ("dataset", "cache")]
-    # Without this function, reading a mask fails.
+    # Remove the function that reads masks, so that reading a mask would fail.
     monkeypatch.setattr("chatmill.load.source.reading", None)
     assert all(count_non_answers(loader) is not None for loader in loaders)
 

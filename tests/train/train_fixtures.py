@@ -133,7 +133,7 @@ def curve(run: Path) -> list[tuple[int, float]]:
 
 
 def ranks(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """Run `work` on `count` processes of one process group; return the results as JSON values."""
+    """Run `work` in each of `count` processes of one process group; return the results as JSON values."""
     with tempfile.TemporaryDirectory() as folder:
 
         def run_rank(rank: int) -> None:

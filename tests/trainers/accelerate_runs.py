@@ -72,8 +72,8 @@ def losses(dataset: Path, model: Path, *, accumulation: int = 1) -> list[float]:
 
 
 def interrupted(dataset: Path, model: Path, folder: Path, *, at: int, accumulation: int = 1) -> list[float]:
-    """Return the losses of a run that is saved at step `at`, trains two more steps, and is resumed from there; its
-    audit log is in `folder`.
+    """Save a run at step `at`, train two more steps, and resume from the checkpoint; return the losses without those
+    two steps. The audit log is in `folder`.
     """
     run = {"steps": FEWER, "accumulation": accumulation, "audit_dir": folder / "audit"}
     first = Run(dataset, model, **run)
@@ -134,7 +134,9 @@ def refusal(read: Any) -> str:
 
 
 def refusals(dataset: Path) -> dict[tuple[Any, ...], str]:
-    """Return the errors of prepared loaders ("" if none) with different ranks, dispatching, workers and wrapping."""
+    """Return the error, or "", of each prepared loader; the loaders differ in ranks, dispatching, workers and
+    wrapping.
+    """
     lines = {}
     rank, world_size = (accelerator := new_accelerator()).process_index, accelerator.num_processes
     for dispatch in (None, False):

@@ -30,9 +30,7 @@ ACCUMULATED = {**PACKED, "gradient_accumulation_steps": 2}
 
 
 def assert_own(batches: list[dict[str, np.ndarray]], own: list[dict[str, np.ndarray]], parts: int = 1) -> None:
-    """Assert that each `parts` batches of columns together equal one batch of chatmill's own loop, computed
-    independently.
-    """
+    """Assert that every `parts` consecutive batches together equal one batch of chatmill's own loop."""
     assert len(batches) == len(own) * parts
     for number, arrays in enumerate(own):
         of_step = batches[number * parts : (number + 1) * parts]
@@ -76,7 +74,7 @@ def test_losses_are_those_of_the_own_loop(config, weighted, model_folder):
 
 
 def test_two_ranks_train_the_batches_and_losses_of_the_own_loop(weighted, model_folder, tmp_path):
-    """One test covers all checks with two ranks, because processes take long to start."""
+    """One test covers all checks with two ranks, because starting processes is slow."""
     arguments = {"dataset": weighted, "config": ACCUMULATED, "model": model_folder, "folder": tmp_path}
     runs = ranks(2, "lightning_runs:two_rank_runs", **arguments)
     for rank, of_rank in enumerate(runs):
@@ -87,7 +85,7 @@ def test_two_ranks_train_the_batches_and_losses_of_the_own_loop(weighted, model_
     np.testing.assert_allclose(losses, own_losses(weighted, model_folder, ACCUMULATED), rtol=0, atol=1e-5)
     assert_validated([of_rank["validated"] for of_rank in runs], weighted, ACCUMULATED)
 
-    # The first run had 50 steps, and the other run continued from its step 21 to 45.
+    # The log contains the 50 steps of the first run, and those of the run that resumed at step 21 and ended at step 45.
     (log,) = (tmp_path / "audit").iterdir()
     state = torch.load(tmp_path / "resumed" / "step=45.ckpt", weights_only=True)["EpisodeDataModule"]["audit"]
     result = verify_log(log, weighted, heads={"step=45": state["head"]})

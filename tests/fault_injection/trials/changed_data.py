@@ -1,7 +1,7 @@
 """Change files of a dataset before or during a training run: `train --verify` must stop and name the file.
 
-Without `--verify`, a token id outside the model's vocabulary must still stop the run with a one-line error before its
-step.
+Without `--verify`, a token id outside the model's vocabulary must still stop the run with a one-line error before the
+step that reads it.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ BATCHES = 12
 
 
 def rows_judged(tally: Tally, dataset: Any, right: dict[str, Rows]) -> None:
-    """Read all rows of an open dataset: they must be those of its hash, or reading must fail with a one-line error."""
+    """Read all rows of an open dataset: they must be the rows of the dataset with that hash, or reading must fail with
+    a one-line error.
+    """
     rows = right[dataset.sha256]
     ended = outcome(lambda: equal(dataset["train"].rows(range(len(rows))), rows))
     if ended.value is False:
@@ -44,8 +46,8 @@ def rows_judged(tally: Tally, dataset: Any, right: dict[str, Rows]) -> None:
 
 
 def exchange(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Open and read a dataset while another process exchanges it, and read an open dataset after each of three
-    replacements.
+    """Open and read a dataset while another process keeps swapping it with another one, and read an open dataset after
+    each of three replacements.
     """
     x, y = folder / "x", folder / "y"
     right = {}

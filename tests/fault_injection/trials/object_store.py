@@ -36,7 +36,7 @@ class KilledError(BaseException):
 
 @dataclass
 class Writes:
-    """Records all writes to the store in order, uploads at their end and other writes at their start."""
+    """Records the writes to the store in order: an upload when it ends, any other write when it starts."""
 
     stop: int = 1 << 60
     """Number of the write at which the build stops."""

@@ -146,7 +146,7 @@ def attempt(do: Callable[[], Any]) -> tuple[str, list[str]]:
 
 
 class Rounds:
-    """The commands that replace a dataset, and a fresh old dataset for each attempt."""
+    """The commands that replace a dataset; each attempt gets its own copy of the old dataset."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder

@@ -106,7 +106,9 @@ def one_rank(first: Sequence[Callable[[], None]], args: tuple[Any, ...]) -> None
 
 
 def left_alone(folder: Path, name: str, args: tuple[Any, ...]) -> str:
-    """Run two ranks without torchrun, one of which kills itself; return what is wrong with the end of the other one."""
+    """Run two ranks without torchrun, one of which kills itself; return what is wrong with how the other one ended, or
+    an empty string.
+    """
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     children, outputs = [], [folder / f"{name}-{rank}" for rank in range(2)]
     for rank, output in enumerate(outputs):

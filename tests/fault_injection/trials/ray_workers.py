@@ -55,7 +55,7 @@ class Log:
 
 
 def logged_run(log: Path) -> Callable[..., Any]:
-    """Return a function that runs a unit and records it; the second unit of each worker waits until a worker was
+    """Return a function that runs a unit and records it; the second unit of each worker waits until a worker has been
     killed.
     """
 
@@ -71,7 +71,7 @@ def logged_run(log: Path) -> Callable[..., Any]:
 
 
 def held_run(log: Path) -> Callable[..., Any]:
-    """Return a function that runs only unit 0; all other units never end."""
+    """Return a function that runs unit 0 and blocks forever on any other unit."""
 
     def run(unit: Any, shared: Any) -> Any:
         while unit.number:

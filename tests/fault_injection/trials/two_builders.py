@@ -30,7 +30,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         build(jobs[0], folder / "whole-a", unit_bytes=UNIT_BYTES)
     build(jobs[1], folder / "whole-b")
     right = [digests(folder / f"whole-{name}") for name in "ab"]
-    # Make builds wait for the lock for a shorter time than by default.
+    # Shorten the time that a build waits for the lock, so that the trial does not wait for each refusal.
     workplace.PATIENCE = 0.1
     for number in range(size):
         target = folder / str(number) / "x"

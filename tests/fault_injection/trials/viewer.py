@@ -54,7 +54,7 @@ class Served:
         self._quiet, self._used = 0, 0.0
 
     def is_stuck(self) -> bool:
-        """Whether the viewer was idle during several checks in a row, between which it had time to close
+        """Whether the viewer was idle in several checks in a row, so that waiting longer would not close more
         connections.
         """
         before, self._used = self._used, cpu_time(self.pid)
@@ -192,7 +192,7 @@ async def wave(served: Served, requests: list[Hostile], rng: random.Random, tall
 
 
 async def kept_open(served: Served, begun: list[socket.socket], tally: Tally) -> int:
-    """Return how many of these connections the viewer keeps after their time limit, even on a slow machine."""
+    """Return how many of these connections are still open after their time limit; wait longer if the viewer is busy."""
     # After this request is answered, the viewer has accepted all connections; after the next one, it has checked its
     # timers. A connection whose response is still being computed may stay open longer.
     await try_good(served, "/", tally)

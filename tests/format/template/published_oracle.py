@@ -36,7 +36,7 @@ class Verdict:
     """Other valid starts of answers, in the whitespace before them."""
 
     def ways(self) -> list[list[tuple[int, int]]]:
-        """Return all valid ways to train the answers."""
+        """Return every valid choice of trained character ranges."""
         ways = [[]]
         for number, answer in self.answers.items():
             if answer is None:
@@ -271,7 +271,7 @@ def asks_for_role(reference: Reference, known: Header, header: str) -> bool:
 
 
 def answer_begin(reference, messages, number, text, before, start, written, *, tools):
-    """Return the start of an answer and other valid starts; (None, reason) if the row does not follow its prompt."""
+    """Return the start of an answer and other valid starts; (None, reason) if the row does not continue its prompt."""
     known = plain_header(reference)
     begin, header, prompt, tail = None, known.whole, "", ""
     if number:

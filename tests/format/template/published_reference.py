@@ -72,8 +72,8 @@ def write_folder(folder: Path, source: str, tokens: dict, *, generation_config: 
 
 @dataclass(frozen=True)
 class Style:
-    """The form of messages for a template: as users of transformers pass them, unless the template does not support
-    that.
+    """How messages are passed to a template: as users of transformers pass them, unless the template does not support
+    that form.
     """
 
     arguments_as_text: bool = False

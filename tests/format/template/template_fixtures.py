@@ -1,5 +1,5 @@
-"""Fixtures for tests of chat templates: the TRL templates, a tokenizer with their tokens, and transformers as the
-peer.
+"""Fixtures for tests of chat templates: the TRL templates, a tokenizer with their tokens, and renderings by
+transformers to compare with.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""If a template raises, loops, grows or accesses forbidden objects, the error is one line with its location."""
+"""A template that raises an error, loops too long, uses too much memory or accesses forbidden objects gives a one-line
+error with its location.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def greedy(tmp_path) -> str:
 
 @pytest.fixture
 def spaced(tmp_path) -> str:
-    """Return a tokenizer that adds a space before a text, but only before its first section."""
+    """Return a tokenizer that adds a space at the start of a text, but not after control tokens."""
     made = Tokenizer(models.BPE(unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     made.decoder = decoders.Metaspace(prepend_scheme="first")

@@ -1,4 +1,4 @@
-"""The check of finished rows behind a certificate detects faults that are planted into valid rows."""
+"""The check of finished rows on which certificates are based detects faults that are planted in valid rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INST = """{{- bos_token -}}{%- for m in messages -%}
 
 
 def with_mask(rows, mask):
-    """Return the row with another mask, token by token."""
+    """Return the row with another mask, as spans of one token each."""
     spans = rows.spans.take(np.repeat(np.arange(len(rows.spans)), rows.spans["length"]))
     spans["length"], spans["weight"] = 1, mask
     return replace(rows, spans=spans, first_span=np.array([0, len(spans)]))
@@ -54,7 +54,7 @@ def test_an_answer_that_is_off_by_one_token_at_either_end_is_found_in_every_shap
                 if 0 <= place < len(mask):
                     moved = mask.copy()
                     moved[place] = not moved[place]
-                    # An added token belongs to the message next to it.
+                    # A token that is added to the trained text belongs to the message next to it.
                     rows = with_mask(probe.rows, moved)
                     rows.spans["message"][place] = probe.rows.per_token(probe.rows.spans["message"])[
                         min(max(place, start), stop - 1)

@@ -1,6 +1,4 @@
-"""The process that runs templates: actions that it refuses to an attacker's Python code, and the checks of its
-responses.
-"""
+"""The process that runs templates: what it denies to an attacker's Python code, and how its responses are checked."""
 
 from __future__ import annotations
 
@@ -120,7 +118,9 @@ def test_the_filter_of_each_architecture_allows_its_calls_and_no_others():
 
 
 def filtered_by(code: bytes, number: int, architecture: int, protection: int) -> int:
-    """Interpret a filter program like the kernel, for the few instructions that it uses."""
+    """Interpret a seccomp filter as the kernel would; only the instructions that chatmill's filter uses are
+    supported.
+    """
     data = struct.pack("<IIQ6Q", number, architecture, 0, 0, 0, protection, 0, 0, 0)
     instructions = list(struct.iter_unpack("=HBBI", code))
     at, value = 0, 0

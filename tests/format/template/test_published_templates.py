@@ -2,8 +2,8 @@
 rejected.
 
 The templates are in ../shared/data/templates; without them only the oracle itself is tested. `make templates` tests all
-conversations with all templates; this file tests every second template with a sixth of the conversations, chosen by its
-number.
+conversations with all templates; this file tests every second template with a sixth of the conversations, a different
+sixth for successive templates.
 """
 
 from __future__ import annotations

@@ -25,7 +25,9 @@ QUESTIONS = st.tuples(st.sampled_from(["startswith", "endswith", "find", "count"
 
 
 def program(texts, steps):
-    """Apply the steps to plain or traced strings; return the final value and the answers to all questions about it."""
+    """Apply the steps to plain or traced strings; return the final value and the results of all comparisons and
+    searches.
+    """
     value, asked = texts[0], []
     for number, (kind, step) in enumerate(steps):
         if kind == "join":

@@ -26,7 +26,7 @@ SHORT = {"dp_world_size": 1, "dp_rank": 0, "seq_len": 128, "local_batch_size": 4
 
 
 def assert_own(batches: list[dict[str, np.ndarray]], own: list[dict[str, np.ndarray]], parts: int = 1) -> None:
-    """Assert that each `parts` batches of torchtitan together equal one batch of chatmill's own loop."""
+    """Assert that every `parts` consecutive batches of torchtitan together equal one batch of chatmill's own loop."""
     assert len(batches) == len(own) * parts
     for number, arrays in enumerate(own):
         of_step = batches[number * parts : (number + 1) * parts]
@@ -101,7 +101,7 @@ def test_fifty_steps_train_the_batches_of_the_own_loop_and_the_losses_of_a_plain
 
 
 def test_two_ranks_train_the_same_and_resume_on_one(plain, plain_loop, tmp_path):
-    """One test covers all checks with two ranks, because processes take long to start."""
+    """One test covers all checks with two ranks, because starting processes is slow."""
     runs = ranks(2, "titan_runs:two_rank_runs", dataset=plain, load=PACKED, folder=tmp_path)
     for rank, (whole, resumed) in enumerate(runs):
         own = own_batches(plain, PACKED, 50, rank=rank, world_size=2)
@@ -110,7 +110,7 @@ def test_two_ranks_train_the_same_and_resume_on_one(plain, plain_loop, tmp_path)
         plain_loop(whole)
         np.testing.assert_allclose(resumed["losses"], whole["losses"][STEPS + 1 : 45], rtol=0, atol=1e-5)
 
-    # The first run had 50 steps, and the other run continued from its step 21 to 45.
+    # The log contains the 50 steps of the first run, and those of the run that resumed at step 21 and ended at step 45.
     (log,) = (tmp_path / "audit").iterdir()
     result = verify_log(log, plain)
     assert (result.fault, result.steps) == (None, 50 + 45 - (STEPS + 1))

@@ -150,8 +150,8 @@ def train(dataset: Path, load: Mapping[str, Any], **settings: Any) -> dict[str, 
 
 
 def two_rank_runs(dataset: Path, load: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Do a run of 50 steps, and one that resumes from its step 21, in the same processes, because processes take long
-    to start.
+    """Do a run of 50 steps, and a run that resumes from step 21 of the first one. Both use the same processes, because
+    starting processes is slow.
     """
     settings = {
         "folder": folder,
