@@ -140,8 +140,8 @@ def test_stored_padding_is_never_trained_with_or_without_the_mask(tmp_path):
 
 
 def test_a_shard_with_as_many_segments_as_episodes_may_have_an_episode_of_two(tmp_path):
-    """One episode is empty and one has two segments, so the counts of episodes and segments are equal, but their
-    numbers do not correspond.
+    """One episode is empty and one has two segments, so the counts of episodes and segments are equal, but
+    segment i does not belong to episode i.
     """
     span = ([5, 6], 1, 0, 1.0, 0, -1)
     rows = build([[], [((None, 1), [span]), ((None, 2), [span])], [((None, 3), [span])]])

@@ -93,7 +93,7 @@ def test_readers_that_do_not_shard_get_batches(dataset, accelerate, monkeypatch)
 @pytest.mark.parametrize("epochs", [None, 1])
 def test_trainer_is_refused_when_it_reads_the_length(dataset, library, epochs):
     trainer = library("transformers.trainer_utils", TRANSFORMERS)
-    with pytest.raises(UsageError, match=r"use the dataset of chatmill\.integrations\.hf"):
+    with pytest.raises(UsageError, match=r"use TrainRows from chatmill\.integrations\.hf"):
         trainer.has_length(EpisodeLoader(dataset, SMALL, epochs=epochs))
 
 

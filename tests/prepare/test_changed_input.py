@@ -1,4 +1,6 @@
-"""Input that changes during a build, or between an interrupted build and --resume, is detected and never mixed."""
+"""If the input changes during a build, or between an interrupted build and --resume, the change is detected, and old
+and new input are never mixed.
+"""
 
 from __future__ import annotations
 

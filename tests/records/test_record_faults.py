@@ -24,7 +24,7 @@ BYTES = [
     (b'{"a": 1} {}', f"invalid JSON at column 10 (trailing characters); {JSON}"),
     (b'{"a": NaN}', f"invalid JSON at column 7 (invalid character); {JSON}"),
     (b'{"a": "tab\there"}', f"invalid JSON at column 11 (invalid character); {JSON}"),
-    (b'{"a": 1e999}', "a number is out of range; expected numbers that fit a double"),
+    (b'{"a": 1e999}', "a number is out of range; expected numbers that fit in a double"),
     (b'{"a": "\xc3\xa9\xff"}', "not UTF-8 at column 9 (byte 0xff); expected UTF-8 text"),
     (b'{"a": "\xed\xa0\x80"}', "not UTF-8 at column 8 (byte 0xed); expected UTF-8 text"),
     (b'{"a": "x\0"}', "a NUL byte at column 9; expected text without NUL bytes"),

@@ -1,5 +1,5 @@
-"""With `pad_token_id: null`, the end token is read from another program's tokenizer file; if it has none, the error is
-one line.
+"""With `pad_token_id: null`, the end token is read from another program's tokenizer file; if it has none, the
+dataset is refused with a one-line error.
 """
 
 from __future__ import annotations

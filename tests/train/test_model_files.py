@@ -1,4 +1,4 @@
-"""Bad model folders are refused with a one-line error, based on file types and headers alone, before any weight is
+"""Bad model folders are detected from file types and headers, and refused with a one-line error before any weights are
 loaded.
 """
 

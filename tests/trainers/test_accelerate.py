@@ -299,7 +299,7 @@ def test_accelerate_on_one_rank_reads_a_loader(weighted, workers):
 def test_trainer_refuses_a_loader_with_the_name_of_its_integration(weighted, model_folder, tmp_path, epochs, max_steps):
     arguments = TrainingArguments(str(tmp_path), max_steps=max_steps, use_cpu=True, report_to="none")
     loader = EpisodeLoader(weighted, PACKED, epochs=epochs)
-    with pytest.raises(UsageError, match=r"use the dataset of chatmill\.integrations\.hf"):
+    with pytest.raises(UsageError, match=r"use TrainRows from chatmill\.integrations\.hf"):
         Trainer(open_model(model_folder), arguments, train_dataset=loader)
 
 

@@ -32,8 +32,8 @@ def check_length_reader() -> None:
     """Raise `UsageError` if transformers calls a loader's `__len__`."""
     if _module(sys._getframe(2)).partition(".")[0] == "transformers":
         raise UsageError(
-            "Trainer cannot read an EpisodeLoader, because it returns whole batches; "
-            "use the dataset of chatmill.integrations.hf"
+            "Trainer cannot read from an EpisodeLoader, which returns whole batches; "
+            "use TrainRows from chatmill.integrations.hf"
         )
 
 

@@ -82,7 +82,7 @@ class Url:
 
 
 def without_secrets(text: str) -> str:
-    """Return a URL of any scheme without user name, password and query."""
+    """Return a URL (of any scheme) without its user name, password and query."""
     return re.sub(r"^([^/]*//)[^/]*@", r"\1", re.split(r"[?#]", text, maxsplit=1)[0])
 
 

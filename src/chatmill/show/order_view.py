@@ -235,7 +235,7 @@ def step_previews(
     sources, _ = open_sources(dataset, LoadConfig(pad_token_id=0, mix_sft=mix_sft, token_dtype=token_dtype))
     if (own := datasets_hash(sources)) != sha256:
         raise DataError(
-            f"{dataset}: is {own[:12]}…, but the step was trained on {sha256[:12]}…; "
+            f"{dataset}: has the hash {own[:12]}…, but the step was trained on data with the hash {sha256[:12]}…; "
             "pass the right dataset with --dataset"
         )
     texts = {source.path: dataset_text(source.path) for source in sources}

@@ -134,7 +134,7 @@ def test_headers_that_end_with_a_space_are_a_warning_with_the_share_and_a_fix(tm
     record = Record([Message("user", "the"), Message("assistant", "the answer")], file="own.jsonl", line=1)
     found = lines(certify(renderer, [record]))
     assert found["borders"].level is Level.WARN
-    assert "1 of 1 of your records" in found["borders"].text and "--strip-prompt-space" in found["borders"].text
+    assert "1 of 1 answers in your records" in found["borders"].text and "--strip-prompt-space" in found["borders"].text
     assert found["borders"].details["of_records"] == {"straddling": 1, "answers": 1}
     found = lines(certify(open_template(str(folder), strip_prompt_space=True), [record]))
     assert found["borders"].level is found["answers"].level is Level.PASS

@@ -1,5 +1,5 @@
-"""Random conversations: replayed traces give the derived rows, ids match transformers, and answers do not affect each
-other.
+"""Random conversations: a cached trace gives the same row as a new derivation, ids match those of transformers, and the
+trained text of an answer does not depend on other messages.
 """
 
 from __future__ import annotations

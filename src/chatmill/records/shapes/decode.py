@@ -120,7 +120,7 @@ def _diagnose(data: bytes, error: str) -> RecordError:
         # For trailing characters, the decoder reports the position one byte after the first trailing character.
         reason, at = match[1], int(match[2]) - (match[1] == "trailing characters")
     elif "out of range" in error:
-        return RecordError("a number is out of range", "expected numbers that fit a double", kind="json")
+        return RecordError("a number is out of range", "expected numbers that fit in a double", kind="json")
     else:
         reason, at = "unexpected end", len(data)
     return RecordError(f"invalid JSON at {_place(data, at)} ({reason})", "expected one JSON object", kind="json")

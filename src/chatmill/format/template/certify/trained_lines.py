@@ -200,7 +200,9 @@ def borders(seen: Observations) -> Finding:
     shares = [f"{len(straddling)} of {len(seen.answers)} answers of the probes"] if straddling else []
     if seen.own.count:
         details["of_records"] = {"straddling": seen.own.straddling, "answers": seen.own.answers}
-        shares += [f"{seen.own.straddling} of {seen.own.answers} of your records"] if seen.own.straddling else []
+        shares += (
+            [f"{seen.own.straddling} of {seen.own.answers} answers in your records"] if seen.own.straddling else []
+        )
     if not shares:
         return Finding("borders", Level.PASS, "no token spans the start of an answer", details)
     what = f"the first token of {' and '.join(shares)} starts in the header and is not trained"
