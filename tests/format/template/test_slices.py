@@ -57,6 +57,15 @@ def assert_same(rows: Rows, right: Rows) -> None:
     assert np.array_equal(rows.mask(), right.mask())
 
 
+def assert_same_as_single_calls(renderer, records):
+    counts = Ledger()
+    right = slices.concat([renderer.render([record], ledger=counts) for record in records])
+    for threads in THREADS:
+        ledger = Ledger()
+        assert_same(renderer.render(records, ledger=ledger, threads=threads), right)
+        assert ledger == counts
+
+
 @pytest.fixture
 def slice_of_three(monkeypatch):
     monkeypatch.setattr(slices, "SLICE", 3)
@@ -68,12 +77,7 @@ def slice_of_three(monkeypatch):
 def test_rows_and_counts_are_those_of_one_call_per_record(name, records):
     format = load_format(name)
     renderer = TurnRenderer(format, open_tokenizer("bytes", control=format.tokens))
-    counts = Ledger()
-    right = slices.concat([renderer.render([record], ledger=counts) for record in records])
-    for threads in THREADS:
-        ledger = Ledger()
-        assert_same(renderer.render(records, ledger=ledger, threads=threads), right)
-        assert ledger == counts
+    assert_same_as_single_calls(renderer, records)
 
 
 @pytest.mark.usefixtures("slice_of_three")
@@ -81,12 +85,7 @@ def test_rows_and_counts_are_those_of_one_call_per_record(name, records):
 def test_rows_of_a_chat_template_are_those_of_one_call_per_record(records):
     renderer = trl_format("qwen2_5")
     records = list(renderer.renderable(records, lambda fault: None))
-    counts = Ledger()
-    right = slices.concat([renderer.render([record], ledger=counts) for record in records])
-    for threads in THREADS:
-        ledger = Ledger()
-        assert_same(renderer.render(records, ledger=ledger, threads=threads), right)
-        assert ledger == counts
+    assert_same_as_single_calls(renderer, records)
 
 
 @pytest.mark.usefixtures("slice_of_three")
