@@ -379,7 +379,7 @@ def test_rows_uses_the_dataset_of_each_step(run):
         assert len(found) == 2
         assert all(row["place"] == f"{name}.jsonl:{row['episode'] + 1}" for row in found)
     chatmill("prepare", "words.jsonl", "-o", "data/first_sums", *flags)
-    one_line(run("rows", "out/two", "--step", "1"), 1, "data/first_sums: is ")
+    one_line(run("rows", "out/two", "--step", "1"), 1, "data/first_sums: has the hash ")
 
 
 @pytest.mark.parametrize("rows", ["all of it", "its end"])
