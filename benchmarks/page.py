@@ -14,7 +14,7 @@ from typing import Any
 
 from flame import hottest
 from lines import LINES, Line, Results, digits, lines, megabytes, seconds
-from targets import target_table
+from targets import left_lines, target_table
 from train_lines import MODELS, TRAIN_LINES
 from train_report import measured_on, pairs
 
@@ -95,7 +95,10 @@ def _head(results: Results) -> str:
 def _targets(results: Results, before: str = "") -> str:
     shown = target_table(results, before)
     met, missed = shown.count("| met |"), shown.count("| **missed** |")
-    return "\n\n".join(["## Targets", _wrapped(_say("targets", met=met, known=met + missed)), shown])
+    parts = ["## Targets", _wrapped(_say("targets", met=met, known=met + missed)), shown]
+    if left := left_lines(shown):
+        parts += [_say("left"), "\n".join(_wrapped(item).replace("\n", "\n  ") for item in left)]
+    return "\n\n".join(parts)
 
 
 # The text above each table describes the comparison and whether both sides agree.
@@ -310,6 +313,7 @@ def with_training(text: str, gpu: dict[str, Any]) -> str:
 
 SHARES: dict[str, Callable[[Results], float]] = {
     "prepare": lambda results: results["prepare"]["share_of_bare"],
+    "prepare_template": lambda results: results["prepare"]["seconds"] / results["prepare_template"]["seconds"],
     "load": lambda results: (
         results["load"]["shapes"][1]["batch_ms"]["copy"] / results["load"]["shapes"][1]["batch_ms"]["logged"]
     ),

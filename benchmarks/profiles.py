@@ -1,4 +1,4 @@
-"""Profile the three parts that are slowest relative to their floors (`make profile`).
+"""Profile the parts that are slowest relative to their floors (`make profile`).
 
     python benchmarks/profiles.py [--conversations N] [--json]
 
@@ -34,6 +34,9 @@ class Part(NamedTuple):
 
 PARTS = [
     Part("prepare", "preparing: two workers and the main process", ("run_unit", "prepare")),
+    Part(
+        "prepare_template", "preparing with a chat template: two workers and the main process", ("run_unit", "prepare")
+    ),
     Part("load", "loading: packed batches of (16, 4096) with an audit log", ("get_batch", "_fill")),
     Part("template", "chat templates: reading, deriving, rendering", ("side",)),
 ]
@@ -70,6 +73,17 @@ def work(name: str, data: Data, folder: Path) -> list[object]:
     """Return the command that runs a part."""
     if name == "prepare":
         return [HERE / "prepare.py", "--side", "chatmill", *options_of(data), "--folder", folder]
+    if name == "prepare_template":
+        return [
+            HERE / "prepare.py",
+            "--format",
+            "template",
+            "--side",
+            "chatmill",
+            *options_of(data),
+            "--folder",
+            folder,
+        ]
     if name == "template":
         return [HERE / "render.py", "--format", "template", "--side", "chatmill", *options_of(data)]
     from load import make_dataset

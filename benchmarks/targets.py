@@ -21,6 +21,8 @@ class Target:
     digits: int = 2
     most: bool = False
     """Whether the limit is an upper limit."""
+    left: str = ""
+    """What the profile says about the remaining time, shown on the page if the target is missed."""
 
     def held(self, results: Results) -> float | None:
         """Return the figure from the results of a run, or None if it was not measured."""
@@ -48,6 +50,12 @@ def target_table(results: Results, before: str = "") -> str:
         row = f"| {target.what} | {wanted} | {measured} | {verdict} |"
         rows.append(row if value is not None else kept.get(f"| {target.what}", row))
     return "\n".join(rows)
+
+
+def left_lines(table: str) -> list[str]:
+    """Return a list item for each missed target of a table, with what the profile says about the remaining time."""
+    gone = {row.split(" | ")[0] for row in table.splitlines() if row.endswith("| **missed** |")}
+    return [f"- {target.what}: {target.left}" for target in TARGETS if target.left and f"| {target.what}" in gone]
 
 
 def missed(results: Results) -> list[str]:
@@ -123,6 +131,8 @@ TARGETS = [
         lambda r: r["prepare_template"]["seconds"] / r["prepare"]["seconds"],
         " times",
         most=True,
+        left="each worker runs the template in the sandbox for every structure (24 structures, 624 runs, 0.35 s), then "
+        "checks every row (0.30 s) and adds token positions (0.26 s) and spans (0.14 s).",
     ),
     Target("preparing: speed relative to the bare parts", 0.5, lambda r: r["prepare"]["share_of_bare"]),
     Target(
@@ -214,6 +224,7 @@ TARGETS = [
         "loading from a bucket, cold: used share of a 100 MB/s link over a shuffled epoch",
         0.8,
         lambda r: r["remote"]["cold_epoch"],
+        left="a shuffled epoch needs nearly all files for its first batch, so downloading and loading do not overlap.",
     ),
     Target("loading from a bucket, warm: speed relative to the local loader", 0.95, lambda r: r["remote"]["warm"]),
     Target("training 0.6 B: real tokens", 110_000, lambda r: _gpu(r, "0.6b-own-adamw", "tokens_per_s"), " /s", 0),

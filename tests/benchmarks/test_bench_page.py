@@ -236,6 +236,15 @@ def test_updating_the_training_section_equals_regenerating_the_page(run):
     assert page.with_training(new, run["gpu"]) == old
 
 
+def test_the_page_says_what_is_left_of_a_missed_target(run):
+    item = "- preparing with a chat template: time relative to ChatML: "
+    for times, wanted in ((1.3, 0), (1.31, 1)):
+        run["prepare_template"] = run["prepare"] | {"seconds": times * run["prepare"]["seconds"]}
+        text = page.page(run)
+        assert (text.count(item), page.with_training(text, run["gpu"])) == (wanted, text)
+    assert text.index(item) < text.index("## Rendering")
+
+
 def test_the_last_result_of_a_line_counts_and_unknown_lines_are_ignored(tmp_path):
     first, second = tmp_path / "a", tmp_path / "b"
     first.write_text('{"line": "4b-own-adamw", "gib": 1}\n{"line": "0.6b-own-adamw", "gib": 2}\n{"line": "gone"}\n')
