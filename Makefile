@@ -21,7 +21,7 @@ help: ## list the targets
 
 install: $(DEV_STAMP) ## create .venv with pinned versions and an editable install of the package
 
-test: check browser ## install, check, and run all tests except `examples` and `clusters` (ARGS="-k words" selects tests)
+test: check ## install, check, and run all tests except `examples` and `clusters` (ARGS="-k words" selects tests)
 	.venv/bin/python -m pytest -n 2 -m "not cluster and not examples" $(ARGS)
 
 test-fast: $(DEV_STAMP) ## run the quick test files in tests/fast.txt, in less than a minute on two cores
@@ -30,7 +30,7 @@ test-fast: $(DEV_STAMP) ## run the quick test files in tests/fast.txt, in less t
 examples: $(DEV_STAMP) ## run all examples in the documentation, and the demo with fewer steps
 	.venv/bin/python -m pytest -n 2 -m examples $(ARGS)
 
-clusters: $(DEV_STAMP) ## run the tests that start ranks, Ray nodes, trackers, servers or TRL, and other slow tests
+clusters: $(DEV_STAMP) browser ## run the tests that start ranks, Ray nodes, servers, browsers or TRL, and other slow tests
 	.venv/bin/python -m pytest -n 2 -m cluster $(ARGS)
 
 # The trainer libraries have their own environments, so --confcutdir skips the conftest.py of the other tests.

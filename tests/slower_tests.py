@@ -6,13 +6,13 @@ import re
 
 CLUSTER = re.compile(
     r"tests/(remote/.*|train/test_(fsdp.*|cluster_scripts|lost_ranks|trackers|remote_train)|load/test_remote"
-    r"|train/test_(rollout_models|step|loop_hf|mixed_eval|optimizers|resumed_runs)"
-    r"|prepare/test_(ray.*|cluster_build|remote_input)|store/test_remote_publish|cli/test_(stores|remote_datasets)"
+    r"|train/test_(rollout_models|step|loop_hf|mixed_eval|optimizers|resumed_runs|estimate)"
+    r"|prepare/test_(ray.*|cluster_build|remote_input|byte_identity)|store/test_remote_publish|cli/test_(stores|remote_datasets)"
     r"|integrations/test_(compare_trl|import_trains)|rollout/test_(text_servers|template_scenarios)"
-    r"|tokenizer/test_(split_pattern|compiled_cache)|format/template/test_laid_out_columns"
-    r"|show/test_browser_access)\.py"
+    r"|tokenizer/test_(split_pattern|compiled_cache|byte_bpe|engines_agree)|format/template/test_laid_out_columns"
+    r"|show/test_(browser.*|screenshots))\.py"
 )
-"""Files with the marker `cluster`: tests that start ranks, nodes, trackers, servers or TRL, and other slow tests."""
+"""Files with the marker `cluster`: tests that start ranks, nodes, trackers, servers, browsers or TRL, and other slow tests."""
 
 EXAMPLES = ("test_docs.py::test_the_examples_of_a_page", "test_demo.py::", "test_notebooks.py::test_a_notebook_runs")
 """Tests with the marker `examples`: every command and block of the pages, the notebooks, and the demo."""

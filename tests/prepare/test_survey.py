@@ -15,7 +15,7 @@ import pytest
 from chatmill.errors import DataError, RecordError
 from chatmill.ledger import Ledger
 from chatmill.prepare.rejects import note_keys
-from chatmill.prepare.survey import Survey, survey
+from chatmill.prepare.survey import PART_BYTES, Survey, survey
 from chatmill.records import read_records
 from chatmill.records.shapes import ShapeOptions
 
@@ -129,7 +129,9 @@ def test_a_file_that_changes_is_an_error(tmp_path, monkeypatch):
 
 def test_the_command_prints_the_same_for_any_number_of_workers(tmp_path):
     path = write(tmp_path / "a.jsonl", 5, bad=0.03)
-    path.write_text(path.read_text() * 600)
+    long = {"messages": [{"role": "user", "content": "q" * 2**21}, {"role": "assistant", "content": "a"}]}
+    path.write_text(f"{path.read_text()}\n{json.dumps(long)}\n" * 12)
+    assert path.stat().st_size > PART_BYTES
     printed = set()
     for workers in WORKERS:
         command = [sys.executable, "-m", "chatmill", "check", str(path), "--on-error", "skip", "--overwrite"]
