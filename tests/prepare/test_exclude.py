@@ -65,11 +65,17 @@ def test_removed_records_of_one_build_are_excluded_from_the_next(tmp_path):
 
 
 def test_lines_without_a_record_are_counted_and_unknown_files_are_refused(tmp_path):
-    metadata, lines = build(tmp_path, TEXTS, "chat.jsonl:1\nchat.jsonl:77\nchat.jsonl:78\n")
-    assert lines == list(range(2, 11))
-    assert {reason: entry.rows for bucket, reason, entry in metadata.ledger if bucket == "noted"} == {
-        "exclude_without_record": 2
-    }
+    for number, (listed, kept, unmatched) in enumerate(
+        (
+            ("chat.jsonl:1\nchat.jsonl:77\nchat.jsonl:78\n", range(2, 11), {"exclude_without_record": 2}),
+            ('{"id": "id:1"}\nother\nthird\nother\n{"id": "id:77"}\n', range(2, 11), {"exclude_without_record": 3}),
+            ('chat.jsonl:1\n{"id": "id:2"}\nother\nchat.jsonl:77\n', range(3, 11), {"exclude_without_record": 2}),
+            ('{"id": "id:1"}\n{"id": "id:10"}\nchat.jsonl:2\n', range(3, 10), {}),
+        )
+    ):
+        metadata, lines = build(tmp_path, TEXTS, listed, target=f"t{number}", unit_bytes=300)
+        assert lines == list(kept)
+        assert {reason: entry.rows for bucket, reason, entry in metadata.ledger if bucket == "noted"} == unmatched
     with pytest.raises(
         DataError, match=re.escape("names other.jsonl, which is not an input file; expected chat.jsonl")
     ):

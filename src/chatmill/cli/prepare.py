@@ -62,7 +62,7 @@ NOTES = {
     "duplicate": "{rows} {were} dropped because of an equal conversation",
     "near_duplicate": "{rows} {were} dropped because of a nearly equal conversation",
     "excluded": "{rows} {were} excluded by --exclude",
-    "exclude_without_record": "{lines} listed in --exclude {have} no record that can be rendered",
+    "exclude_without_record": "{lines} of the --exclude file {have} no record that can be rendered",
     "too_long": "{rows} {were} too long and {were} dropped",
     "reasoning_left_out": "{rows} lost reasoning that the chat template omits; see --unroll",
     "messages_after_last_answer": "{conversations} {have} messages after the last answer with a row; these messages "

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from chatmill.errors import DataError, one_line
 from chatmill.plain_file import check_plain, open_plain
+from chatmill.prepare.dedupe import record_begins
 from chatmill.remote.named_files import local_file
 from chatmill.rows import Index
 
@@ -54,6 +55,14 @@ class Excluded:
         """For each staged file, return which rows belong to excluded records."""
         nothing = np.empty(0, dtype=np.int64)
         return [np.isin(file.head().origins["line"], self.lines.get(file.file.path, nothing)) for file in staged]
+
+    def unmatched(self, staged: Sequence[StagedFile]) -> int:
+        """Return the number of listed lines and ids without a record."""
+        heads = [file.head() for file in staged] if self.sha256 else []
+        flags = self.flags(staged) if self.lines else []
+        lines = sum(int((rows & record_begins(head)).sum()) for rows, head in zip(flags, heads, strict=False))
+        ids = {id for head in heads for id in head.extra.get("excluded_ids", ())}
+        return sum(map(len, self.lines.values())) - lines + len(self.ids - ids)
 
 
 NOTHING = Excluded()

@@ -143,13 +143,8 @@ def choose(staged: Sequence[StagedFile], job: Job, ledger: Ledger, excluded: Exc
             if chosen_rows.any():
                 chosen[name].append(Chosen(file, np.flatnonzero(chosen_rows).astype(np.uint32)))
         first += unit.extra["records"]
-    if excluded_rows is not None:
-        named = sum(map(len, excluded.lines.values()))
-        matched = sum(
-            int((flags & record_begins(file.head())).sum()) for flags, file in zip(excluded_rows, staged, strict=True)
-        )
-        if named > matched:
-            ledger.add("noted", "exclude_without_record", rows=named - matched)
+    if unmatched := excluded.unmatched(staged):
+        ledger.add("noted", "exclude_without_record", rows=unmatched)
     return Selection(chosen, removed)
 
 

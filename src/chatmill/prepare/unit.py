@@ -230,6 +230,7 @@ class _Records:
         if unit.excluded_ids:
             self._tests = ((EXCLUDE, lambda record: record.id not in unit.excluded_ids), *self._tests)
         self._removed_line, self._removed_by = array("Q"), array("B")
+        self.excluded_ids: set[str] = set()
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches in input order: columns where possible, lists of about `CHUNK` rows otherwise."""
@@ -286,6 +287,8 @@ class _Records:
             self.ledger.add("filtered", reason(name), rows=1)
             self._removed_line.append(record.line)
             self._removed_by.append(NAMES.index(name))
+            if name == EXCLUDE:
+                self.excluded_ids.add(record.id)
 
     def filtered(self, rows: Rows, record_of: Index) -> tuple[Rows, Index]:
         """Return the rendered rows that pass the filters on tokens and the trained share, and their records."""
@@ -397,6 +400,8 @@ class _StagedFiles:
         if finished is not None:
             read = finished.log.bytes_read().to_json()
             extra |= {"ledger": finished.ledger.to_json(), "lines": finished.lines, "read": read}
+            if self._unit.excluded_ids:
+                extra["excluded_ids"] = sorted(finished.excluded_ids)
         place = self._folder / self._unit.staged_name(self.number)
         columns = dict(joined_columns(self._columns))
         if finished is not None and len(removed := finished.removed()):
