@@ -12,7 +12,7 @@ CLUSTER = re.compile(
     r"|tokenizer/test_(split_pattern|compiled_cache|byte_bpe|engines_agree)|format/template/test_laid_out_columns"
     r"|show/test_(browser.*|screenshots))\.py"
 )
-"""Files with the marker `cluster`: tests that start ranks, nodes, trackers, servers, browsers or TRL, and other slow tests."""
+"""Slow test files, with the marker `cluster`: most start ranks, nodes, trackers, servers, browsers or TRL."""
 
 EXAMPLES = ("test_docs.py::test_the_examples_of_a_page", "test_demo.py::", "test_notebooks.py::test_a_notebook_runs")
 """Tests with the marker `examples`: every command and block of the pages, the notebooks, and the demo."""
