@@ -1,12 +1,11 @@
-"""Select the answers to train: complete answers that follow a complete user turn in the same row.
+"""Select the answers to train on: complete answers that follow a complete user turn in the same row.
 
     U u E A a E U v E A b E      both answers
-      u E A a E U v E A b E      the second: the user turn of the first is cut
-    U u E A a   U v E A b E      none: the first does not close, so the turns after it are uncertain
+      u E A a E U v E A b E      only the second: the first user turn is incomplete
+    U u E A a   U v E A b E      none: the first answer is not closed, which also excludes the answers after it
 
-`TurnRenderer` masks all other answers if the format sets `requires_user`. `prepare` and `render` select answers again
-in truncated rows, and `cut_blocks` selects them in each block. If an answer has no end marker, the later answers in its
-conversation are not trained either.
+`TurnRenderer` masks all other answers if the format sets `requires_user`. `prepare` and `render` select again in
+truncated rows, and `cut_blocks` selects in each block.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ NOTED = {
     Rule.OUTSIDE: "text_outside_turns",
     Rule.WHITESPACE: "whitespace_between_turns",
 }
-"""Maps a rule to the reason under which the ledger counts its tokens."""
+"""The ledger's reason for each rule."""
 
 
 class TurnStates(NamedTuple):
-    """Arrays with one entry per turn; a run of tokens outside turns counts as a turn without a role."""
+    """Arrays over turns; consecutive tokens outside turns count as a turn without a role."""
 
     first: Index
     """Index of the first span of the turn."""
@@ -49,13 +48,12 @@ class TurnStates(NamedTuple):
     """Index of the turn that each span belongs to."""
 
     def latest(self, which: Flags) -> Index:
-        """For each turn, return the index of the last selected turn in its conversation so far, or -1."""
+        """For each turn, return the index of the last turn in `which` up to it, or -1 if its conversation has none."""
         last = np.maximum.accumulate(np.where(which, np.arange(len(which)), -1))
         return np.where(last >= self.conversation, last, -1)
 
 
 def turn_states(rows: Rows) -> TurnStates:
-    """Derive the turns of rows from their spans."""
     spans, part = rows.spans, rows.spans["part"]
     begins = np.zeros(len(spans), dtype=bool)
     begins[rows.first_span[:-1][np.diff(rows.first_span) > 0]] = True
@@ -71,9 +69,9 @@ def turn_states(rows: Rows) -> TurnStates:
 
 
 def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> NDArray[np.uint8]:
-    """For each turn, return the rule that excludes it as an answer in its row or block [start, stop), or ALLOWED.
+    """For each turn, return the rule that excludes it as an answer, or ALLOWED.
 
-    Turns may come from whole conversations or from truncated rows; only tokens in [start, stop) count.
+    `start` and `stop` are the bounds of the turn's row or block.
     """
     answer = turns.role == Role.ASSISTANT
     user, left_open = turns.latest(turns.role == Role.USER), turns.latest(answer & ~turns.closed)
@@ -87,7 +85,7 @@ def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> ND
 
 
 def _is_split(rows: Rows, turns: TurnStates) -> Flags:
-    """For each turn, return whether only its end can be trained in this row: its start is in an earlier window."""
+    """Return whether each turn is split between an earlier window and this row."""
     earlier = rows.spans["rule"] == Rule.EARLIER_WINDOW
     if not earlier.any():
         return np.zeros(len(turns.first), dtype=bool)
@@ -96,10 +94,9 @@ def _is_split(rows: Rows, turns: TurnStates) -> Flags:
 
 
 def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Table:
-    """Return a copy of the spans in which excluded answers have weight 0. Other turns also get weight 0 if they are
-    trained only because they set `train` or `weight`.
+    """Return a copy of the spans with weight 0 for excluded answers.
 
-    Turns that `train_on` selects keep their weights; the metadata of the dataset records `train_on`.
+    Turns of other roles keep their weight only if `train_on` selects their role.
     """
     spans = joined([rows.spans])
     of_span, answer = rule[turns.of_span], spans["role"] == Role.ASSISTANT
@@ -112,7 +109,7 @@ def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Tabl
 
 
 def mask_answers(rows: Rows) -> Rows:
-    """Return the rows, masking answers that are incomplete or do not follow a complete user turn.
+    """Mask answers that are incomplete or do not follow a complete user turn.
 
     >>> from chatmill import Message, Record, load_format, open_renderer
     >>> record = Record([Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")])
@@ -129,9 +126,9 @@ def mask_answers(rows: Rows) -> Rows:
 
 
 def note_untrained(rows: Rows, ledger: Ledger) -> None:
-    """Count the tokens of untrained answers and of text outside turns, by reason."""
+    """Count in the ledger the tokens that are not trained on, by reason."""
     rule, length = rows.spans["rule"], rows.spans["length"]
-    # Count all rules once, and skip the slower comparison of spans for rules that do not occur.
+    # Skip the slower comparison of spans for rules that do not occur.
     present = np.bincount(rule, minlength=256)
     for code, reason in NOTED.items():
         if not present[code]:

@@ -4,9 +4,9 @@
     pack, pack_lengths               combine several rows into one by best-fit decreasing
     cut_blocks, stream_blocks        cut a stream of conversations into blocks of one exact size
     turns_that_fit                   the first turns of a conversation that fit in a context
-    gather, GatherPlan               new rows as pieces of old ones; only `gather` copies tokens
+    gather, GatherPlan               make new rows from pieces of existing rows
 
-Each function plans over spans and lengths, and counts in a ledger how many tokens it truncates, drops, repeats or adds.
+`truncate` and the block functions count in a ledger how many tokens they remove, repeat or add.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Concatenate conversations and split them into blocks of equal size; a split user turn is reopened in the next block.
+"""Split concatenated conversations into blocks of equal size, and reopen a split user turn in the next block.
 
     stream    S s E U u E A a E U v w E A b E EOS …
     blocks    S s E U u E A a E U v | S s E U w E A b E EOS …
                                       ~~~~~~~ injected: the system turn and the user marker
 
-The tokens injected into a block depend on the block's start, and the next block's start depends on how many are
-injected. Blocks are planned one after the other, over a table of user turns; all other steps are vectorized.
+Where a block starts determines how many tokens are injected, and so where the next block starts. Blocks are therefore
+planned one after the other; all other steps are vectorized.
 
-A position is inside a turn if the tokens on both sides of the position belong to the turn: a block that starts at a
-marker or at EOS does not reopen a turn, whether or not the previous turn was closed.
+A block that starts at a marker or at EOS does not reopen a turn, even if the previous turn was not closed.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def pack_chat_blocks(
     eos_id: int,
     remainder: Remainder = "pad",
 ) -> tuple[list[list[int]], list[list[bool]]]:
-    """Split documents of token ids, each without its final EOS, into blocks of `block_size` ids; return blocks and
-    masks.
+    """Split documents of token ids into blocks of `block_size` ids; return blocks and loss masks. EOS is added to each
+    document.
 
     >>> markers = {"system_id": 1, "user_id": 2, "assistant_id": 3, "end_id": 4, "eos_id": 5}
     >>> blocks, masks = pack_chat_blocks([[2, 10, 4, 3, 11, 4]], block_size=8, **markers)
@@ -61,14 +60,13 @@ def pack_chat_blocks(
 def cut_blocks(rows: Rows, block_size: int, *, remainder: Remainder = "pad", ledger: Ledger | None = None) -> Rows:
     """Split rows into blocks of exactly `block_size` tokens; each segment of a block is a conversation or part of one.
 
-    Each row is a document: a sequence of conversations that end with EOS, in a format whose turns start with a marker
-    token.
+    Each row is a document: one or more conversations that each end with EOS. Every turn must start with a marker token.
 
-    - A block that starts inside a user turn (or tool result) first repeats the conversation's last complete system
-      turn, if it fits, and the user marker.
+    - A block that starts inside a user turn or tool result begins with the conversation's last complete system turn, if
+      it fits, and the user marker.
     - If a reopened user turn does not end in its second block either, the rest of its document is omitted.
-    - An answer is trained only if the block contains all of it, the last user turn before it in the block is complete,
-      and every earlier answer in the block is closed; EOS resets these conditions.
+    - The loss mask includes an answer only if the block contains all of it, the last user turn before it in the block
+      is complete, and every earlier answer in the block is closed. EOS resets these conditions.
     - The last block is padded with EOS or dropped.
     """
     return _blocks(rows, block_size, 0, last=True, remainder=remainder, ledger=ledger)[0]
@@ -94,9 +92,7 @@ def stream_blocks(
 def _blocks(
     rows: Rows, block_size: int, at: int, *, last: bool, remainder: Remainder, ledger: Ledger | None
 ) -> tuple[Rows, int]:
-    """Return the blocks that start at token `at` or later, and the end of the last block, which may be partial only if
-    `last` is true.
-    """
+    """Return the blocks from token `at` on, and their end; if `last` is true, the final block may be partial."""
     if block_size < 1:
         raise DataError(f"block_size is {block_size}; expected at least 1")
     if remainder not in ("pad", "drop"):
@@ -118,8 +114,6 @@ def _blocks(
 
 
 class _BlockTurns(NamedTuple):
-    """Turns of rows, with the data needed for a block that starts inside a turn."""
-
     states: TurnStates
     row_stop: Index
     """The position at which the turn's document ends."""
@@ -151,7 +145,7 @@ class _Cuts(NamedTuple):
 
 
 def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_Cuts, int]:
-    """Return the bounds of the blocks that start at token `at` or later, and the end of the last block.
+    """Return the bounds of the blocks from token `at` on, and the end of the last block.
 
     A partial final block is allowed only if `last` is true.
     """
@@ -163,7 +157,7 @@ def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_
     system[system_length + 2 > block_size] = -1
     injected = 1 + np.where(system >= 0, system_length, 0)
 
-    # Use lists in the loop, because indexing single elements of numpy arrays is slow.
+    # Lists, because indexing single elements of a numpy array is slow.
     user_start, user_stop = states.start[users].tolist(), states.stop[users].tolist()
     row_stop, room = turns.row_stop[users].tolist(), (block_size - injected).tolist()
     taken: list[tuple[int, int, int]] = []
@@ -190,9 +184,9 @@ def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_
 
 
 def _weigh(rows: Rows, turns: TurnStates, cuts: _Cuts) -> Table:
-    """Return the spans of the rows, with weight 0 for every answer that must not be trained in its block.
+    """Return the spans with weight 0 for answers that are not trained on in their blocks.
 
-    Blocks do not overlap in the rows, so an answer is complete in at most one block, and one weight per span is enough.
+    One weight per span is enough: blocks do not overlap, so an answer is complete in at most one of them.
     """
     block = np.searchsorted(cuts.start, turns.start, side="right") - 1
     # If a turn starts before these blocks, its weights were set when the earlier blocks were made.
@@ -201,7 +195,7 @@ def _weigh(rows: Rows, turns: TurnStates, cuts: _Cuts) -> Table:
 
 
 def _plan(rows: Rows, turns: TurnStates, cuts: _Cuts, padding: int) -> GatherPlan:
-    """Plan each block as its system turn and user marker (both optional), followed by pieces of conversations."""
+    """Plan each block: an optional system turn, an optional user marker, then pieces of conversations."""
     block, segment, start, stop = _pieces(rows, cuts.start, cuts.stop)
     count, first = len(cuts.start), np.searchsorted(block, np.arange(len(cuts.start) + 1))
     # Reserve two slots before the pieces of each block, for the system turn and the user marker.
@@ -237,7 +231,6 @@ def _pieces(rows: Rows, start: Index, stop: Index) -> tuple[Index, Index, Index,
 
 
 def _eos_padding(eos: int, length: int) -> Rows:
-    """Return a row of EOS tokens that count as padding."""
     row = rows_from_mask(np.full(length, eos, dtype=np.uint32), np.zeros(length), [length])
     row.spans["part"], row.spans["rule"] = Part.PAD, Rule.PAD
     return row
@@ -246,7 +239,7 @@ def _eos_padding(eos: int, length: int) -> Rows:
 def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, at: int, end: int) -> None:
     """Count the tokens that the blocks add, omit or exclude from training.
 
-    A conversation that spans three blocks becomes three rows, two of which count as repeated rows with 0 tokens.
+    A conversation in three blocks becomes three rows; two of them count as repeated rows with 0 tokens.
     """
     rule, length = packed.spans["rule"], packed.spans["length"]
     added: tuple[tuple[Bucket, Rule], ...] = (("injected", Rule.INJECTED), ("padding", Rule.PAD))
@@ -263,7 +256,7 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
         ledger.add("repeated", "goes_on_in_next_block", rows=again)
 
     if not len(cuts.start):
-        # If no block was made, count all of the documents as a gap after an empty block.
+        # If there is no block, count everything as omitted after an empty block.
         cuts = _Cuts(*(np.array([value], dtype=np.int64) for value in (at, at, -1, -1, 0)))
         kept = cuts
     next_start = np.append(cuts.start[1:], end)
@@ -276,8 +269,8 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
         _, segment, start, stop = _pieces(rows, start, stop)
         each = np.arange(len(segment) + 1)
         left_out = gather(rows, GatherPlan(start, stop, each, segment, each))
-        # Count a conversation without stored tokens as a dropped row. Count the missing tokens of any other
-        # conversation as truncated or, if they are in the dropped last block, as dropped.
+        # A conversation without stored tokens counts as a dropped row. Other missing tokens count as truncated, or as
+        # dropped if they are in the dropped last block.
         whole = ~np.isin(segment, stored)
         dropped = whole | (reason == "remainder")
         sides: tuple[tuple[Bucket, Flags], ...] = (("dropped", dropped), ("truncated", ~dropped))

@@ -1,4 +1,4 @@
-"""Gather plans describe new rows as pieces of existing rows. Fit functions return plans; `gather` copies the tokens."""
+"""Make new rows from pieces of existing rows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ OWN_RULE = 255
 class GatherPlan:
     """A description of new rows as pieces of existing rows.
 
-    A piece is a token range [start, stop) of the source rows. A start of len(source.ids) or more refers to the
-    literals: tokens that are not in the source, such as padding.
+    A piece is a token range [start, stop) of the source rows. Positions from len(source.ids) on refer to the literals:
+    tokens that are not in the source, such as padding.
     """
 
     start: Index
@@ -30,7 +30,8 @@ class GatherPlan:
     first_segment: Index
     """The first new segment of each new row, followed by the number of new segments."""
     rule: NDArray[np.uint8] | None = None
-    """For each piece, OWN_RULE or the rule that makes the piece context; INJECTED also becomes the part of its spans.
+    """For each piece, OWN_RULE or the rule that sets its weight to 0. With INJECTED, its spans also get the part
+    INJECTED.
     """
 
 

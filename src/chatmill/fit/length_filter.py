@@ -1,4 +1,4 @@
-"""The length filter counts how many exchanges from the start of a conversation fit in a model's context."""
+"""Count how many turns from the start of a conversation fit in a model's context."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from chatmill.rows import Index, Part, Role, Rows
 
 
 def turns_that_fit(rows: Rows, context_length: int) -> tuple[Index, Index]:
-    """Return how many turns (including the system turn) and how many tokens of each row fit; 0 and 0 if no answer fits.
+    """For each row, return how many turns and tokens fit, or 0 and 0 if no answer fits. The system turn counts.
 
-        system user asst | user asst | user asst      each part must fit; the first that does not ends the row
+        system user asst | user asst | user asst      each part must fit; the row ends before the first that does not
 
     The first exchange must fit together with the system turn; each later exchange must fit on its own. EOS at the end
     of a conversation does not count towards the limit.

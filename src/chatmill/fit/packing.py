@@ -1,7 +1,6 @@
 """Pack several rows into one with the best-fit decreasing algorithm.
 
-`pack_lengths` plans over lengths only; `pack` applies the plan to `Rows`. The loader pads the space that remains in a
-packed row.
+`pack_lengths` assigns lengths to bins; `pack` packs `Rows`. The loader pads each packed row.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from chatmill.errors import DataError
 from chatmill.rows import Index, Rows, offsets, ragged_index
 
 WINDOW = 2**20
-"""Number of rows in a window that is packed as one unit."""
+"""Number of rows that are packed together."""
 
 Seed = int | tuple[int, ...]
 """One integer, or a tuple of integers that form one seed, such as (seed, epoch, window)."""
@@ -41,9 +40,10 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], capacity: int, *, seed: 
 
     [3] [2] [4], capacity 5  ->  [4] [3 2]        order 2 0 1, first 0 1 3
 
-    Rows are placed longest first (ties: by number), each into the fullest bin with enough space (ties: the oldest bin)
-    or into a new bin. Bins are returned in the order in which they were opened. A seed permutes the bins but not their
-    contents. A row longer than the capacity raises `DataError`: truncate it, or split it into blocks, first.
+    Rows are placed longest first; rows of equal length, in order. Each row goes into the fullest bin with enough space
+    (the oldest of equally full bins) or into a new bin. Bins are returned in the order in which they were opened. A
+    seed permutes the bins but not their contents. A row longer than the capacity raises `DataError`; truncate it or
+    split it into blocks first.
 
     >>> from chatmill.fit import pack_lengths
     >>> bins = pack_lengths([3, 2, 4], 5)
@@ -75,8 +75,8 @@ def pack(rows: Rows, capacity: int, *, seed: Seed | None = None, window: int = W
 
     aaa | bb | cccc, capacity 5  ->  cccc | aaa bb        positions 0123 | 012 01, segments 0000 | 000 11
 
-    Each window of `window` consecutive rows is packed separately, which bounds the memory of the plan; (seed, window
-    number) is the seed that permutes the bins of a window.
+    Each `window` consecutive rows are packed separately, which limits memory. The window's index is part of the seed
+    that permutes its bins.
     """
     if window < 1:
         raise DataError(f"window is {window}; expected at least 1")
@@ -104,15 +104,16 @@ def _check(lengths: Index, capacity: int) -> None:
     row, length = wrong[0], lengths[wrong[0]]
     if length < 1:
         raise DataError(f"row {row} has {length} tokens; expected at least 1; drop it first")
-    raise DataError(f"row {row} has {length} tokens, more than the capacity of {capacity}; truncate or block it first")
+    raise DataError(
+        f"row {row} has {length} tokens, more than the capacity of {capacity}; truncate it or split it into blocks first"
+    )
 
 
 def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> list[tuple[int, int, int]]:
     """Place runs of (length, count), longest first; return steps of (first bin, number of bins, rows per bin).
 
-    The best bin for one row is also the best bin for the next row of the same length until the bin is full, because
-    each row makes it fuller than any other bin with enough space. Equally full bins receive the same number of rows of
-    one length, so one step fills a range of bins:
+    A row makes its bin fuller, so that bin remains the best one for rows of the same length until it is full. Equally
+    full bins receive the same number of rows of one length, so one step fills a range of bins:
 
         bins 7 to 9 with space for 5, six rows of 2  ->  (7, 3, 2)        space for 1 remains in each
     """
@@ -157,7 +158,7 @@ def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> 
 
 
 def _grouped(group: Index) -> Index:
-    """Replace the values with their stable argsort; this is several times faster than `np.argsort`."""
+    """Return the stable argsort, several times faster than `np.argsort`; the values are overwritten."""
     group *= len(group)
     group += np.arange(len(group), dtype=np.int64)
     group.sort()
@@ -166,7 +167,7 @@ def _grouped(group: Index) -> Index:
 
 
 def _permutation(seed: Seed, count: int) -> Index:
-    """Return a permutation that is the same in every numpy version, because numpy guarantees the raw PCG64 stream."""
+    """Return a permutation that does not depend on the numpy version: numpy guarantees the raw PCG64 stream."""
     if min(seed if isinstance(seed, tuple) else (seed,)) < 0:
         raise DataError(f"seed is {seed}; expected at least 0")
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")

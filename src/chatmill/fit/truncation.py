@@ -3,11 +3,11 @@
     exchanges   keep the system turn and as many complete exchanges from the end as fit; drop the row if none fits
     turns       drop whole exchanges, oldest first; keep the system turn and the last answer
     tail        keep the last tokens
-    windows     make several rows that together train each token once
+    windows     split the row into several rows; each token is trained on once
     drop        drop the row
     error       raise an error for the first row that is too long
 
-Rules plan over spans and never read tokens. The ledger counts every removed token and every dropped row with a reason.
+The ledger counts removed tokens and dropped rows by reason.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from chatmill.rows import NO_FILE, Index, Part, Rows, Rule, concat, offsets
 FitRule = Literal["exchanges", "turns", "tail", "windows", "drop", "error"]
 RULES: tuple[FitRule, ...] = get_args(FitRule)
 OVER = "last_exchange_over_max_tokens"
-"""Ledger reason for rows that the rule `exchanges` drops because it never shortens the last exchange."""
+"""Ledger reason for rows that `exchanges` drops because their last exchange is too long."""
 HEADER = "header_of_cut_message"
-"""Ledger reason for rows that keep the header of a removed message; only the rule `exchanges` drops these rows."""
+"""Ledger reason for rows that keep the header of a removed message; only `exchanges` drops them."""
 LONGEST_ROW = np.iinfo(np.int64).max
 STRETCH = 16
-"""Minimum average length of runs of unchanged rows for which each run is copied in one step; with shorter runs, one
-`gather` of all rows is faster.
+"""If runs of unchanged rows are shorter than this on average, one `gather` of all rows is faster than copying each run.
 """
 
 
@@ -78,7 +77,7 @@ def truncate_with_sources(
     require_terminators: bool = False,
     min_tokens: int = 1,
 ) -> tuple[Rows, Index]:
-    """Return the rows that `truncate` returns, and the number of each row's source row.
+    """Return the rows that `truncate` returns, and the index of the source row of each.
 
     The ledger counts every change and every dropped row:
 
@@ -148,7 +147,7 @@ def truncate_with_sources(
 
 
 def _gathered(rows: Rows, cut: Truncation, shortened: NDArray[np.bool_]) -> Rows:
-    """Return the new rows; long stretches of unchanged rows are copied in one step."""
+    """Return the new rows. Long runs of unchanged rows are copied in one step."""
     source = np.where(shortened, -2, cut.source)
     ends = np.flatnonzero(source[1:] != source[:-1] + 1) + 1
     if not len(source) or len(ends) * STRETCH > len(source):
@@ -196,14 +195,12 @@ def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Tr
 
 
 def _exchanges(rows: Rows, capacity: int) -> Truncation:
-    """Keep the head and as many complete exchanges from the end as fit; a row whose last exchange is too long stays
-    whole.
+    """Keep the head and as many complete exchanges from the end as fit. If the last exchange does not fit, keep the
+    row.
 
         system | user asst | user asst tool asst | user asst | user      too long
         system | user asst | user asst tool asst | user asst             remove what follows the last trained exchange
         system             | user asst tool asst | user asst             then remove the oldest exchanges
-
-    An exchange is a user turn and everything up to the next user turn; see `exchanges_of`.
     """
     turn, count = exchanges_of(rows), len(rows)
     row_stop = rows.row_start[1:]
@@ -239,7 +236,7 @@ def _turns(rows: Rows, capacity: int) -> Truncation:
                                           er asst                then drop tokens from the left
 
     An exchange is a user turn and everything up to the next user turn. The exchange with the last assistant turn is
-    never dropped, so the model always sees the end of that turn.
+    never dropped, only shortened from the left.
     """
     turn, count = turns_of(rows), len(rows)
     row_start, row_stop = rows.row_start[:-1], rows.row_start[1:]
@@ -283,16 +280,16 @@ def _ranges(head: tuple[Index, Index], tail: tuple[Index, Index]) -> Truncation:
 
 
 def _windows(rows: Rows, capacity: int) -> Truncation:
-    """Split each row into several rows that together train each of its trained tokens once.
+    """Split each row into several rows, so that each token is trained on once.
 
         system | user asst | user asst | user asst
         system | user asst                            trained: the first exchange
-        system |      asst | user asst                trained: the second, with as much of the first as fits
+        system |      asst | user asst                trained: the second; as much of the first as fits is context
         system                  r asst | user asst    trained: the third
 
     A window contains as many complete exchanges as fit. An exchange longer than a window is split: its first part fills
-    a window, and each further window reserves half of its space for the preceding tokens. A system turn that would take
-    up more than half of every window is not repeated.
+    a window, and each further window reserves half of its space for the preceding tokens. A system turn longer than
+    half a window is not repeated.
     """
     turn = turns_of(rows)
     boundaries = [0, *turn.start[turn.begins_exchange].tolist()]
@@ -318,7 +315,7 @@ def _windows(rows: Rows, capacity: int) -> Truncation:
 
 
 def _window_ends(at: int, stop: int, boundaries: list[int], room: int, first_exchange: int) -> list[int]:
-    """Return the ends of the windows' trained ranges between `at` and `stop`; exchanges start at `boundaries`."""
+    """Return where each window's trained range ends; exchanges start at `boundaries`."""
     ends = []
     whole = True
     while at < stop:
@@ -363,7 +360,6 @@ def _trained(rows: Rows, before: Index, cut: Truncation) -> Index:
 def _answers_cut(rows: Rows, cut: Truncation) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Return whether each new row starts inside an answer, and whether it ends in an answer without its terminator."""
     start, stop = cut.start, cut.stop
-    # Check only the trained range: the head and the context before it are either complete or not trained.
     context = start[:, 1] < stop[:, 1]
     first = np.where(context, start[:, 1], start[:, 2])
     head_cut = (start[:, 0] < stop[:, 0]) & _inside_answer(rows, start[:, 0])
@@ -373,7 +369,7 @@ def _answers_cut(rows: Rows, cut: Truncation) -> tuple[NDArray[np.bool_], NDArra
 
 
 def _keeps_header(rows: Rows, cut: Truncation) -> NDArray[np.bool_]:
-    """Return whether each new row has lost the message after its head, but still has that message's header in the head.
+    """Return which new rows keep, in their head, the header of a removed message.
 
     Some templates write tools or the system text into the first user message, after its header:
 
@@ -391,7 +387,7 @@ def _keeps_header(rows: Rows, cut: Truncation) -> NDArray[np.bool_]:
 
 
 def _inside_answer(rows: Rows, token: Index) -> NDArray[np.bool_]:
-    """Return whether truncating before this token would separate trained tokens of one message."""
+    """Return whether a cut before each token would split the trained tokens of one message."""
     if not len(rows.spans):
         return np.zeros(len(token), dtype=bool)
     inner = (token > 0) & (token < len(rows.ids)) & ~np.isin(token, rows.row_start)

@@ -15,7 +15,7 @@ from chatmill.rows import OWN_ID, SPAN, Index, Part, Role, Rows, Rule, mask_runs
 
 @dataclass(frozen=True)
 class TurnTable:
-    """One entry per turn (the consecutive spans of one message), and the parts of a row that truncation always keeps.
+    """The turns of rows. A turn is the consecutive spans of one message.
 
     system | user asst | user asst asst | user
     head     exchange    exchange         exchange
@@ -27,15 +27,14 @@ class TurnTable:
     row: Index
     role: NDArray[np.uint8]
     begins_exchange: NDArray[np.bool_]
-    """Whether the turn is a user turn or, with any role, the first turn after the head."""
+    """Whether the turn is a user turn or the first turn after the head."""
     head_stop: Index
     """For each row, the position after BOS and a leading system turn."""
     anchor: Index
-    """For each row, the last assistant turn or, if it has no assistant turn, the last turn; -1 for an empty row."""
+    """For each row, the last assistant turn, else the last turn, or -1 if the row is empty."""
 
 
 def turns_of(rows: Rows) -> TurnTable:
-    """Return the turns of every row."""
     new_turn = begins_segment(rows)
     new_turn[1:] |= rows.spans["message"][1:] != rows.spans["message"][:-1]
     first_span = np.flatnonzero(new_turn)
@@ -64,7 +63,7 @@ def turns_of(rows: Rows) -> TurnTable:
 
 @dataclass(frozen=True)
 class ExchangeTable:
-    """All turns, with flags for turns that start an exchange, and the end of each row's head."""
+    """All turns, whether each starts an exchange, and where each row's head ends."""
 
     start: Index
     row: Index
@@ -103,7 +102,6 @@ def exchanges_of(rows: Rows) -> ExchangeTable:
 
 
 def begins_segment(rows: Rows) -> NDArray[np.bool_]:
-    """Return whether each span is the first of its segment."""
     begins = np.zeros(len(rows.spans), dtype=bool)
     begins[rows.first_span[:-1][np.diff(rows.first_span) > 0]] = True
     return begins
@@ -122,13 +120,13 @@ def by_row(reduce: np.ufunc, values: Index, row: Index, rows: int, default: int 
 def rows_from_ids(
     documents: Sequence[Sequence[int]], *, openers: Mapping[Role, int], close: int, eos: int | None = None
 ) -> Rows:
-    """Make one row from each document, as rendering would: a turn extends from its marker to the first `close`.
+    """Make one row from each document. A turn extends from its marker to the first `close`.
 
         U u E A a EOS b   ->   U|u|E A|a EOS   b EOS
                                user  asst      outside of every turn
 
     If another marker comes first, the turn ends there and is not closed. With `eos`, EOS is appended to each document,
-    and every EOS ends a turn and a segment; without `eos`, a document is one segment.
+    and every EOS ends a turn and a segment. Without `eos`, a document is one segment.
     """
     ends_with: tuple[int, ...] = () if eos is None else (eos,)
     if len({*openers.values(), close, *ends_with}) < len(openers) + 1 + len(ends_with):
@@ -169,8 +167,7 @@ def rows_from_ids(
     spans["role"] = np.where(inside, np.append(role_at[opens], Role.NONE)[turn], Role.NONE)
     spans["part"] = part_at[start]
     spans["rule"] = np.where(spans["part"] == Part.EOS, Rule.HEADER, Rule.ROLE)
-    # Turns, and runs of tokens outside of turns, count as messages; EOS belongs to the last message, as in a rendered
-    # row.
+    # A run of tokens outside of turns also counts as a message. EOS belongs to the last message, as in a rendered row.
     unit = np.cumsum((spans["part"] == Part.OPEN) | (~inside & (spans["part"] != Part.EOS)))
     before = np.append(0, unit)[first_span[:-1]]
     spans["message"] = np.maximum(unit - np.repeat(before, np.diff(first_span)) - 1, 0)
@@ -189,8 +186,8 @@ def with_mask(rows: Rows, mask: ArrayLike) -> Rows:
 
 
 def assistant_mask(ids: ArrayLike, *, assistant: int, close: int) -> NDArray[np.bool_]:
-    """Return a mask of the tokens after each `assistant` token, up to and including the next `close`, ignoring other
-    markers.
+    """Return a mask of the tokens after each `assistant` token, up to and including the next `close`. Other markers are
+    ignored.
     """
     tokens = np.asarray(ids, dtype=np.int64)
     place = np.arange(1, len(tokens) + 1)

@@ -1,4 +1,4 @@
-"""Chat formats and renderers, which turn conversations into token ids and decide which tokens are trained.
+"""Chat formats and renderers, which turn conversations into token ids and a loss mask.
 
 ChatFormat, TurnMarkers     a chat format; load_format and parse_format return one, PRESETS lists the built-in names
 Renderer                    a chat format with its tokenizer; open_renderer opens one, resolve_format picks the format
@@ -8,8 +8,6 @@ TemplateRenderer            the renderer of a Hugging Face chat template; Templa
 renderer_from_json          restores the renderer stored in a dataset or a model; control_tokens_from_json
 record_texts                all texts of a record, to train a tokenizer on
 transcript_turns            the turns of a record as text
-
-All names are imported lazily, on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Chat formats: the tokens around each turn, and which parts of an assistant turn are trained.
+"""Chat formats: the tokens around each turn, and which parts of an assistant turn are trained on.
 
-A chat format is a small TOML file. The same code reads the presets in `presets/` and user-defined formats.
-`CompiledFormat` is a chat format compiled to token ids for one tokenizer.
+A chat format is a small TOML file; the presets are in `presets/`. `CompiledFormat` is a chat format compiled to token
+ids for one tokenizer.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ChatFormat:
 
     name: str
     tokens: Mapping[str, str]
-    """Mapping from keys, for example `sys`, `usr`, `asst` and `eot`, to control tokens."""
+    """Control tokens by key, such as `sys`, `usr`, `asst` and `eot`."""
     turns: Mapping[str, TurnMarkers]
     trained: tuple[str, ...] = ("content", "close")
     default_system: str | None = None
@@ -69,7 +69,8 @@ class ChatFormat:
     body: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_BODY))
     """Templates for reasoning, a tool call and the list of tools, each with one `{}`."""
     requires_user: bool = False
-    """Whether to train only whole answers that follow a complete user turn, and to keep whitespace between turns."""
+    """Whether to train only on complete answers that follow a complete user turn, and to keep whitespace between turns.
+    """
 
     def split(self, text: str) -> list[tuple[str | None, str]]:
         """Split `text` into pieces: (key, token) for a control token and (None, text) for other text."""
@@ -90,7 +91,7 @@ class ChatFormat:
 
     @property
     def has_turns(self) -> bool:
-        """Whether the format marks turns, which is true for all formats except `text`."""
+        """Whether the format marks turns; only `text` does not."""
         return any(turn.open for turn in self.turns.values())
 
     @property
@@ -102,7 +103,7 @@ class ChatFormat:
         """Return all settings that determine the rendered text, as JSON for dataset metadata."""
         stored: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         if not self.requires_user:
-            # Omit `requires_user` if it is false, so that the metadata of existing datasets does not change.
+            # Omit a false `requires_user`, so that the metadata of existing datasets does not change.
             stored.pop("requires_user", None)
         return stored
 
@@ -187,7 +188,7 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
 
 
 def _strings(table: Any, name: str, faults: list[str], *, allowed: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return the string values of a TOML table, and add a message to `faults` for every other value."""
+    """Return the string values of a TOML table; report every other value in `faults`."""
     if not isinstance(table, dict):
         faults.append(f"[{name}] must be a table")
         return {}
@@ -203,7 +204,7 @@ def _strings(table: Any, name: str, faults: list[str], *, allowed: tuple[str, ..
 
 
 def _marker_faults(format: ChatFormat) -> list[str]:
-    """Return a list of problems with the turn markers.
+    """Return the problems with the turn markers.
 
     Without control tokens around a turn, message text could imitate a turn.
     """
@@ -297,7 +298,6 @@ class CompiledFormat:
         self.rules = (Rule.HEADER, *trainable, Rule.HEADER, Rule.HEADER)
 
     def fixed(self, role: str, piece: int) -> list[int]:
-        """Return the token ids of a fixed piece of a message with the given role."""
         start, length = int(self.starts[ROLE_CODES[role], piece]), int(self.lengths[ROLE_CODES[role], piece])
         ids: list[int] = self.literals[start : start + length].tolist()
         return ids

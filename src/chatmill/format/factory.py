@@ -23,7 +23,7 @@ from chatmill.tokenizer import MissingTokensError, Tokenizer, open_tokenizer
 TEMPLATE = "template"
 """The format name that selects the chat template of the tokenizer folder."""
 DEFAULT_FORMAT = "chatml"
-"""The format to use if no format is given and no chat template is found."""
+"""The format to use if none is given and no chat template is found."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TemplateOptions:
     """The date for templates that print the current date, as YYYY-MM-DD (default: today)."""
     text_tokens: TextTokens = "as-transformers"
     allow_no_end_token: bool = False
-    """Whether to train answers without an end-of-turn token instead of rejecting them."""
+    """Whether to train on answers without an end-of-turn token instead of rejecting them."""
     strip_prompt_space: bool = False
     """Whether to treat trailing spaces of the assistant header as part of the answer instead of the prompt."""
 
@@ -58,10 +58,10 @@ class TemplateOptions:
 
 
 def resolve_format(name: str | None, tokenizer: str, *, chat_template: str | None = None) -> str:
-    """Return the name of the format to use. All commands call this function to choose a format.
+    """Return the name of the format to use.
 
-    If `name` is None, the format is "template" if a chat template is given or the tokenizer folder contains one, and
-    otherwise "chatml". A path to a tokenizer file selects only the tokenizer, not a chat template in the same folder.
+    Without `name`, the format is "template" if a chat template is given or in the tokenizer folder, else "chatml". A
+    path to a tokenizer file selects only the tokenizer, not a chat template in the same folder.
 
     >>> from chatmill.format import resolve_format
     >>> resolve_format(None, "bytes"), resolve_format("primer", "bytes")
@@ -162,8 +162,8 @@ def control_tokens_from_json(stored: Any) -> dict[str, str]:
 def renderer_from_json(stored: Any, tokenizer: Tokenizer, *, spec: str, where: str) -> TurnRenderer | TemplateRenderer:
     """Restore a renderer from a preset name or from the result of `to_json`.
 
-    `tokenizer` must have been opened from `spec`. The returned renderer produces exactly the same rows as the stored
-    renderer. Raise `DataError` if the stored renderer cannot be restored.
+    `tokenizer` must have been opened from `spec`. The restored renderer produces the same rows as the stored one. Raise
+    `DataError` if it cannot be restored.
     """
     try:
         if isinstance(stored, dict) and stored.get("name") == TEMPLATE:
@@ -186,7 +186,6 @@ def renderer_from_json(stored: Any, tokenizer: Tokenizer, *, spec: str, where: s
 
 
 def _template_renderer(stored: dict[str, Any], tokenizer: Tokenizer, spec: str, where: str) -> TemplateRenderer:
-    """Restore a renderer from `TemplateRenderer.to_json`."""
     path = Path(spec, "tokenizer.json") if Path(spec).is_dir() else Path(spec)
     stops = [tokenizer.token_id(token) for token in stored["ends"]]
     folder = HFFolder(

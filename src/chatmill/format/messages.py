@@ -1,4 +1,4 @@
-"""Convert the messages of a chunk of records to columns of message bodies and texts to encode.
+"""Convert the messages of many records to columns of bodies and texts to encode.
 
 The body of a message with reasoning or tool calls has several pieces. The text between two control tokens is encoded as
 a whole, and the encoded tokens are then assigned to parts by byte offset.
@@ -124,8 +124,8 @@ def split_bodies(
     `flat`.
 
     The ids of control tokens follow the ids of the encoded texts, at the offsets `control_start`. If the tokenizer
-    normalizes the text of a run, the boundaries between its pieces are unknown. If the boundaries are unknown, the
-    whole run becomes one piece of content, and the other pieces of the run are empty.
+    changes the text of a run, the boundaries between its pieces are unknown. The whole run then becomes one piece of
+    content, and its other pieces are empty.
     """
     pieces = [piece for body in bodies for piece in body]
     parts = np.array([piece.part for piece in pieces], dtype=np.uint8)
@@ -230,7 +230,7 @@ def message_columns(records: Sequence[Record], format: ChatFormat, compiled: Com
             messages_by_record[at] = messages_of(record, format)
             added[at] = len(messages_by_record[at]) - counts[at]
     messages = list(chain.from_iterable(messages_by_record))
-    # For speed, a single loop over all messages collects both the role of each message and whether it is extended.
+    # For speed, one loop collects each message's role and whether it is extended.
     listed = [
         ROLE_CODES[message.role]
         if message.weight is None

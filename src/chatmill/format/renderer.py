@@ -58,8 +58,7 @@ class Renderer(Protocol):
 
         If a record cannot be rendered, pass the error to `on_reject`, or raise it if `on_reject` is None.
 
-        With `last_only`, only the last assistant message is trained, so the answer boundaries of earlier messages need
-        not be exact.
+        With `last_only`, only the last assistant message is trained on, so only its boundaries must be exact.
         """
 
     def lay_out_columns(self, columns: ChatColumns) -> ChatColumns | list[Record]:

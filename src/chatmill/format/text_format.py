@@ -6,8 +6,8 @@ The text is surrounded by the tokens that the tokenizer itself adds. If the toke
 with the EOS token of the tokenizer folder.
 
 A prompt and its completion are encoded separately, so that the prompt has the same tokens as at inference. Some
-tokenizers add a space before every text, which would also add a space before the completion. If the tokenizer adds a
-space, the prompt and its completion are encoded as one text, and a token that spans the boundary is not trained.
+tokenizers add a space before every text. With those, the prompt and its completion are encoded as one text, and a token
+that spans the boundary is not trained on.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ from chatmill.rows import TrainOn
 from chatmill.tokenizer import Tokenizer
 
 TEXT = "text"
-"""The name of the text format."""
 END_TOKEN = "<|endoftext|>"
-"""The end token for tokenizers that do not define an end token."""
+"""The end token for tokenizers that do not define one."""
 BYTES_END = "<|EOS|>"
 """The end token of the built-in byte tokenizer."""
 
 
 def text_format(tokenizer: str) -> ChatFormat:
-    """Return the text format for one tokenizer."""
     if tokenizer == "bytes":
         return _format([], [BYTES_END])
     path = local_file(tokenizer, limit=TOKENIZER_LIMIT)
@@ -63,7 +61,7 @@ def _around(file: Path) -> tuple[list[str], list[str]]:
         tokenizer = Tokenizer.from_file(str(file))
         plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a")
     except Exception:
-        # Ignore the error here, because opening the tokenizer later raises a precise error.
+        # Opening the tokenizer later raises a precise error.
         return [], []
     start = next((at for at in range(len(whole.ids)) if whole.ids[at : at + len(plain)] == plain), 0)
     return whole.tokens[:start], whole.tokens[start + len(plain) :]
@@ -78,7 +76,7 @@ def adds_space(tokenizer: Tokenizer) -> bool:
 def joined(record: Record, train_on: TrainOn) -> Record:
     """Return the record with the prompt and its completion joined into one text.
 
-    Train ranges keep the original weights.
+    Train ranges preserve the weights of the prompt and the completion.
     """
     if len(record.messages) == 1:
         return record
@@ -92,7 +90,7 @@ def joined(record: Record, train_on: TrainOn) -> Record:
 
 
 def text_fault(record: Record, format: ChatFormat) -> RecordError | None:
-    """Return an error if only one of the record and the format has turns, otherwise None."""
+    """Return an error if the record has turns and the format has none, or the other way round."""
     if format.has_turns:
         if not record.is_text:
             return None

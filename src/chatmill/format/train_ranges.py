@@ -1,12 +1,11 @@
 """Convert train ranges, which set weights for character ranges of an answer, to token weights and spans.
 
-    content    The| answer| is 4|.       train_ranges [[4, 10, 0]]: "answer" is not trained
+    content    The| answer| is 4|.       train_ranges [[4, 10, 0]]: "answer" is not trained on
     tokens     The  answer  is 4 .
     weight     own    0     own
 
-A token whose characters have different weights gets the lowest weight, so the token is trained only if all its
-characters are trained. If ranges train some characters of a token and do not cover the others, the role of the message
-determines the weight. The ledger counts tokens whose characters have different weights.
+A token gets the lowest weight of its characters. If ranges cover only some of its characters, all with a positive
+weight, the role of the message determines the weight. The ledger counts tokens whose characters have different weights.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class TokenWeights:
         return TokenWeights(np.full(count, np.nan, dtype=np.float32), flags[0], flags[1])
 
     def set(self, places: slice | Index, weights: TokenWeights) -> None:
-        """Set the weights of the tokens at `places`."""
         self.lowest[places], self.whole[places], self.split[places] = weights.lowest, weights.whole, weights.split
 
     def take(self, tokens: Index) -> TokenWeights:
@@ -72,7 +70,6 @@ class TokenWeights:
 
 
 def char_weights(message: Message) -> CharWeights:
-    """Return the weight of each character in the content of a message."""
     weights = np.full(len(message.content), np.nan, dtype=np.float32)
     for start, stop, weight in message.train_ranges:
         weights[start:stop] = weight
@@ -102,7 +99,7 @@ def token_weights(weights: CharWeights, places: TokenPlaces) -> TokenWeights:
 
 
 def spelled_places(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> TokenPlaces | None:
-    """Return the start and end of each token in the UTF-8 bytes of a text, or None if the tokens differ from the text.
+    """Return the start and end of each token in the UTF-8 bytes of a text, or None if the tokens do not spell the text.
 
     If the tokenizer adds a space before the text, the space counts as part of the first character.
     """
@@ -116,7 +113,7 @@ def spelled_places(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> Token
 
 
 def by_byte(text: str, weights: CharWeights) -> CharWeights:
-    """Return the weight of each UTF-8 byte of a text, given the weights of its characters."""
+    """Return the weight of each UTF-8 byte of a text."""
     sizes = [len(character.encode()) for character in text] if not text.isascii() else 1
     return np.repeat(weights, sizes)
 
@@ -128,7 +125,7 @@ def apply_ranges(rows: Rows, weights: TokenWeights, ledger: Ledger | None) -> Ro
     rule, own = spans["rule"][span_of], spans["weight"][span_of]
     flagged = rule == Rule.FLAG
     decided = ~np.isnan(weights.lowest) & ((rule == Rule.ROLE) | flagged)
-    # If ranges train some characters of a token and do not cover the others, keep the weight from the role.
+    # If ranges cover only part of a token, with positive weights, keep the weight from the role.
     by_range = decided & (weights.whole | flagged | (weights.lowest == 0))
     weight = np.where(flagged & ~weights.whole, np.minimum(weights.lowest, own), weights.lowest)
     begins = np.zeros(len(span_of), dtype=bool)

@@ -5,11 +5,9 @@ Each message consists of the following pieces:
     <|im_start|> user\\nHello <|im_end|> \\n     <|im_start|>assistant\\n  Hi   <|im_end|> \\n
     open         body         close      after   open                     body close      after
 
-The piece `begin` precedes the first message of a conversation, and `end` follows the last message. The ids of all
-pieces except the body are fixed. The bodies of a whole chunk are encoded in one call, and the rows are then assembled
-with array operations and one copy of the tokens. The text between two control tokens is encoded as a whole, except that
-the assistant header is encoded separately from the body. The prompt at inference ends with the assistant header, so the
-ids of a prompt are a prefix of the ids of the row.
+`begin` precedes the first message of a conversation, and `end` follows the last. Only the ids of bodies vary, and all
+bodies of a chunk are encoded in one call. The text between two control tokens is encoded as a whole. Only the assistant
+header is encoded separately from the body, so that a prompt, which ends with the header, is a prefix of the row.
 """
 
 from __future__ import annotations
@@ -103,7 +101,7 @@ class TurnRenderer:
         return ControlTokens(self.tokenizer.control_ids)
 
     def _count_control_texts(self, records: Sequence[Record]) -> int:
-        """Return the number of records whose text contains the name of a control token, which is encoded as text."""
+        """Count the records whose text contains the name of a control token, which is encoded as plain text."""
         texts = ([message.content for message in record.messages] for record in records)
         return sum(map(self._control_tokens.any_in, texts))
 
@@ -120,7 +118,7 @@ class TurnRenderer:
                     self._check(record)
                 for message in record.messages:
                     if message.train_ranges or (self._joins and len(record.messages) > 1):
-                        # Render the record now, because only encoding shows whether ranges can be mapped to tokens.
+                        # Only encoding shows whether ranges can be mapped to tokens.
                         self.render([record])
                         break
             except RecordError as fault:
@@ -195,7 +193,7 @@ class TurnRenderer:
 
 
 def requires_user(renderer: Renderer) -> bool:
-    """Whether a renderer trains only complete answers that follow a complete user turn in the same row."""
+    """Whether the loss mask includes only complete answers that follow a complete user turn in the same row."""
     return isinstance(renderer, TurnRenderer) and renderer.format.requires_user
 
 
