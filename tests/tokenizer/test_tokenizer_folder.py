@@ -58,7 +58,7 @@ def test_a_declared_token_with_the_id_of_another_is_an_error(tmp_path):
     write_config(tmp_path, {500: ("<|eot|>", True)})
     with pytest.raises(DataError) as caught:
         open_tokenizer(tmp_path)
-    what = 'tokenizer_config.json gives "<|eot|>" id 500, the tokenizer does not'
+    what = 'tokenizer_config.json gives "<|eot|>" the id 500, but the tokenizer does not'
     assert str(caught.value) == f"{tmp_path}: {what}; both files must come from the same tokenizer"
 
 

@@ -1,7 +1,7 @@
-"""Adapt `tokenizers` and `transformers` tokenizers, so that the documented functions accept them.
+"""Adapt `tokenizers` and `transformers` tokenizers, so that the public functions accept them.
 
-Text never becomes a control token, and the tokenizer adds no tokens to a text. The vocabulary of a fast tokenizer is
-opened like a tokenizer.json. A slow tokenizer runs as Python code, so the ids that it returns are checked.
+A fast tokenizer is opened like its tokenizer.json. A slow tokenizer runs as Python code, and its ids are checked: text
+must not become a control token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ The cache keeps the original objects alive, so that no other object gets the sam
 def text_tokenizer(tokenizer: Any, *families: Mapping[str, str]) -> TextTokenizer:
     """Return a tokenizer from any library as an object with `encode` and `special_token_ids`.
 
-    Each of `families` is a set of control tokens by key. The first set whose tokens are all in the vocabulary is used.
+    Each of `families` maps keys to control tokens. The first family whose tokens are all in the vocabulary is used.
     """
     if _has(tokenizer, "encode", "special_token_ids"):
         of_chatmill: TextTokenizer = tokenizer
@@ -64,7 +64,7 @@ def _family(name: str, families: tuple[Mapping[str, str], ...], known: Mapping[s
 
 def _opened_engine(name: str, engine: Any, control: dict[str, str]) -> Tokenizer:
     """Open the vocabulary of a `tokenizers.Tokenizer`. The result is cached until the tokenizer changes."""
-    # Import the module here, because the import is slow.
+    # The import is slow.
     from chatmill.tokenizer.tokenizer_json import TokenizerJson
 
     parts = (repr(engine.normalizer), repr(engine.pre_tokenizer))

@@ -1,7 +1,6 @@
-"""The `Backend` protocol, which is the interface for every kind of tokenizer file.
+"""The `Backend` protocol for tokenizer files, and the built-in backend `bytes`.
 
-A backend handles only text. `Tokenizer` adds the control tokens, so that the rule "text never becomes a control token"
-is enforced in one place for all backends. This module also defines the built-in backend `bytes`.
+A backend encodes only text; `Tokenizer` adds the control tokens.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class TextTokenizer(Protocol):
 
 
 class Backend(Protocol):
-    """A text encoder for one kind of tokenizer file, which never encodes text to the id of a control token."""
+    """Encodes text with one kind of tokenizer file. No text becomes a control token."""
 
     @property
     def engine(self) -> str:
@@ -129,7 +128,7 @@ def faults_of(place: str, what: str, right: str) -> Iterator[None]:
     except (ChatmillError, MemoryError):
         raise
     except BaseException as error:
-        # Check the type by name, because a Rust panic is a BaseException whose type cannot be imported.
+        # Check the type by name: a Rust panic is a BaseException whose type cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         message = one_line(f"{type(error).__name__}: {error}", 160)

@@ -1,4 +1,4 @@
-"""A cache of compiled tokenizers, which stores the input of the C engine for a tokenizer.json and its control tokens.
+"""A cache of compiled tokenizers: the C engine's input for a tokenizer.json and its control tokens.
 
 The cache also stores whether two encoding methods agree on the probe texts, because this check takes as long as
 compiling.
@@ -7,10 +7,9 @@ compiling.
 
     SHA-256 of the rest | size of the header | header (JSON) | buffers
 
-The key is a hash of all inputs that determine the content: the tokenizer.json, the control tokens, the compiling code,
-and the versions of the libraries that define ids and character classes. The header also contains the key, so that a
-renamed file is never used. A file that is damaged, belongs to another user, or is writable by other users is created
-again.
+The key is a hash of everything that determines the content: the tokenizer.json, the control tokens, the code and the
+library versions. The header also contains the key, so that a renamed file is never used. A file that is damaged,
+belongs to another user, or is writable by other users is created again.
 
 System errors are ignored, because the cache affects only speed. $CHATMILL_TOKENIZER_CACHE=0 disables the cache.
 """
@@ -43,7 +42,7 @@ PART = "tokenizers"
 LIMIT = 1 << 28
 """Maximum size of a file in bytes. The largest vocabularies in use need a twentieth of this size."""
 MOST_FILES = 32
-"""Maximum number of files in the cache, above which the least recently used files are removed."""
+"""Maximum number of files. The least recently used files are removed first."""
 _HASH, _SIZE = 32, 8
 
 
@@ -88,7 +87,6 @@ def read_compiled(key: str) -> Compiled | None:
 
 
 def write_compiled(key: str, compiled: Compiled) -> None:
-    """Store a compiled tokenizer."""
     _write(key, _encoded(key, compiled))
 
 

@@ -2,11 +2,10 @@
 
 Text tokens are control tokens that may also come from text, such as `<think>`, which is an added token but not special.
 
-A text can be encoded by sections or as a whole. Encoding by sections means that the fast engine encodes each text
-between two control tokens separately. Encoding as a whole means that `tokenizers` encodes the complete text at once,
-with control tokens replaced by aliases that no text can contain. Texts are encoded by sections if both methods give the
-same ids for the probe texts. Encoding as a whole is always exact and also gives the offset of each token, but it is
-slower.
+A text can be encoded by sections: the fast engine encodes each text between two control tokens. A text can also be
+encoded as a whole: `tokenizers` encodes the complete text, with aliases in place of control tokens. Texts are encoded
+by sections if both methods give the same ids for the probe texts. Encoding as a whole is always exact and gives the
+offset of each token, but is slower.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class _AddedTokens(msgspec.Struct):
 def with_declared(raw: bytes, declared: Iterable[Mapping[str, Any]], ids: Mapping[str, int]) -> bytes:
     """Return a tokenizer.json with the control tokens that tokenizer_config.json lists, including their flags.
 
-    transformers also adds the listed tokens when it opens a folder.
+    transformers adds the same tokens when it opens a folder.
     """
     raw = raw.removeprefix(b"\xef\xbb\xbf")
     listed = msgspec.json.decode(raw, type=_AddedTokens).added_tokens or []
@@ -67,7 +66,7 @@ def unmarked_tokens(raw: bytes) -> frozenset[str]:
 
 
 def any_overlap(tokens: Collection[str], others: Iterable[str]) -> bool:
-    """Whether one of `tokens` can overlap another one of them, or one of `others`, in a text.
+    """Whether one of `tokens` can overlap another of `tokens` or `others` in a text.
 
     Two tokens overlap if one is part of the other, or if one starts with the end of the other. Which of two overlapping
     tokens matches depends on the surrounding text, so splitting a text at a single token would not be exact.
@@ -169,7 +168,7 @@ class ControlEncoder:
 
     @cached_property
     def normalizes(self) -> bool:
-        """Whether tokens may differ from the text and `encode_whole` is not available to find their offsets."""
+        """Whether the tokenizer changes texts and `encode_whole` is not available."""
         if self.can_encode_whole:
             return False
         flat, start = self.tokenizer.encode_batch(PROBE)

@@ -22,7 +22,7 @@ from chatmill.tokenizer.tokenizer_json import TokenizerJson
 _EXPECTED = "expected a tokenizer.json, a SentencePiece model, tiktoken ranks or a tekken JSON file"
 
 _MAX_BYTES = 1 << 30
-# An id above this limit, which is far above any vocabulary in use, means that the file is damaged.
+# A higher id means that the file is damaged: no vocabulary in use is this large.
 _MAX_ID = 2**24
 
 
@@ -159,7 +159,7 @@ def _added_tokens(backend: Backend, declared: Mapping[str, int], place: str) -> 
         if token in backend.control or id < backend.vocab_size:
             # Also accept a token whose text matches, because the unknown token is declared but is not a control token.
             if backend.control.get(token) != id and backend.piece(id) != token.encode():
-                what = f'tokenizer_config.json gives "{one_line(token)}" id {id}, the tokenizer does not'
+                what = f'tokenizer_config.json gives "{one_line(token)}" the id {id}, but the tokenizer does not'
                 raise DataError(f"{place}: {what}; both files must come from the same tokenizer")
         else:
             added[token] = id

@@ -46,8 +46,8 @@ def isolate_control(
         added  A* b C* d E*  ->  A' b C' d        * special, markup or in `control`; ' renamed to its alias
 
     The tokens in `text_tokens` are kept, although they look like markup. The id of an added token depends on its
-    position in the list, so a control token that precedes a kept token is renamed instead of removed. Components that
-    would add, truncate or randomize tokens (post-processor, truncation, padding, dropout) are also removed.
+    position in the list, so a control token that precedes a kept token is renamed instead of removed. Post-processor,
+    truncation, padding and dropout are also removed.
     """
     model = dict(content["model"])
     vocab = vocabulary(content)
@@ -83,7 +83,7 @@ def isolate_control(
 
 
 def _unknown(content: Json, vocab: Mapping[str, int]) -> str | None:
-    """Return the unknown token of the model, which is not a control token, because text can produce it."""
+    """Return the model's unknown token. It is not a control token, because text can produce it."""
     model = content["model"]
     if model.get("unk_id") is not None:
         return str(model["vocab"][model["unk_id"]][0])

@@ -158,7 +158,6 @@ class Tokenizer:
         }
 
     def _holds_control(self, ids: Ids) -> bool:
-        """Whether any id is a control token."""
         if len(self._ranges) > 8:
             return bool(self._is_control.take(ids).any())
         # Comparing with a few ranges is faster than a lookup table. For ids below a range, the unsigned difference
@@ -206,8 +205,8 @@ def token_positions(
         tokens   Hel low or ld    position 2, inside a token
 
     A token belongs to the side of the boundary on which it starts. Offsets are counted from the end of the text,
-    because some tokenizers add a space before the first token. If a tokenizer normalizes a text, the length of the text
-    in bytes changes, and boundaries are not exact. `byte_lengths` contains the length of every token in bytes.
+    because some tokenizers add a space before the first token. `byte_lengths` contains the length of every token in
+    bytes.
     """
     total = _range_sums(byte_lengths, start, stop)
     added = total - size
@@ -230,7 +229,6 @@ def token_positions(
 
 
 def _range_sums(values: NDArray[Any], start: Offsets, stop: Offsets) -> Offsets:
-    """Return the sum of the values in each range."""
     edges = np.stack([start, stop], axis=1).ravel()
     # Append one value, because a range may start after the last value. Empty ranges are set to 0 below, because
     # `reduceat` does not support them.

@@ -49,9 +49,8 @@ class Compiled:
 class TokenizerJson:
     """A loaded `tokenizer.json` without special and control tokens, so that text cannot produce these tokens.
 
-    Loading takes a second or two, so a program with several processes should load the file before it forks. `fastokens`
-    and `tokenizers` detect the fork and do not use a thread pool in the child. Loading a `Compiled` file takes a tenth
-    of a second, and `tokenizers` loads the tokenizer.json only if the C engine skips a text.
+    Loading takes a second or two, so load the file before forking. Loading a `Compiled` file takes a tenth of a second;
+    `tokenizers` then loads the tokenizer.json only if the C engine skips a text.
     """
 
     def __init__(self, place: str, raw: bytes, content: Json | Compiled, *, control: Collection[str]) -> None:
@@ -132,9 +131,7 @@ class TokenizerJson:
 
     @cached_property
     def _not_native(self) -> Encode:
-        """The fallback engine: `fastokens` if it agrees with `tokenizers` on the probe, otherwise `tokenizers`, with a
-        warning.
-        """
+        """`fastokens` if it agrees with `tokenizers` on the probe, otherwise `tokenizers`, with a warning."""
         place, instead = self._place, "using tokenizers instead, which is slower but gives the same ids"
         try:
             with faults_of(place, "fastokens cannot load the file", instead):
@@ -154,8 +151,8 @@ class TokenizerJson:
         import fastokens
 
         normalizer = stripped.get("normalizer") or {}
-        # fastokens does not support NFD, NFKC and NFKD. Without added tokens, a text is normalized as a whole, so it
-        # can be normalized before encoding.
+        # fastokens does not support NFD, NFKC or NFKD. Without added tokens, a text is normalized as a whole, so it can
+        # be normalized before encoding.
         before = not stripped["added_tokens"] and normalizer.get("type") in ("NFD", "NFKC", "NFKD")
         content = self._reference.content
         engine = fastokens.Tokenizer.from_json_str(
