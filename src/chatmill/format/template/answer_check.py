@@ -1,8 +1,7 @@
 """Check that derived answers satisfy the invariant of trained answers.
 
-`row_check` checks the invariant of trained answers on finished rows. Each trained answer (a) starts where its prompt
-ends (row and prompt are compared starting at the assistant header), (b) contains no header and no text of another
-message, (c) ends with a token that ends a turn.
+Each trained answer (a) starts where its prompt ends, (b) contains no header and no text of another message, and (c)
+ends with a token that ends a turn. `row_check` checks the same on finished rows.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class ControlTokens:
         return list(self.pattern.finditer(text))
 
     def indices_in(self, texts: Sequence[str]) -> list[int]:
-        """Return the indices of the texts that contain a control token, using a single search over all texts."""
+        """Return the indices of the texts that contain a control token."""
         if not self.ids:
             return []
         starts = [*accumulate((len(text) + 1 for text in texts), initial=0)]
@@ -31,14 +31,11 @@ class ControlTokens:
         return sorted({bisect_right(starts, place) - 1 for place in places})
 
     def any_in(self, texts: Iterable[str]) -> bool:
-        """Whether any of the texts contains a control token."""
         first = self._first_characters
         return any(character in text and self.pattern.search(text) for text in texts for character in first)
 
     def may_touch(self, before: str, after: str) -> bool:
-        """Whether `before` or `after` contains a control token, or could form one with text between `before` and
-        `after`.
-        """
+        """Whether `before` or `after` contains a control token, or could form one with the text between them."""
         if self.any_in((before, after)):
             return True
         return any(

@@ -47,8 +47,6 @@ class LaidOut(NamedTuple):
 
 
 class LaidOutRecord(Record, frozen=True, kw_only=True):
-    """A record with its layout."""
-
     laid_out: Any
     """A `LaidOut`."""
 
@@ -120,8 +118,6 @@ def _apply_weights(records: Sequence[Record], spans: Table, first_span: Index) -
 
 
 class _Sections(NamedTuple):
-    """The encoded sections of all rows."""
-
     ids: Ids
     """The token ids of all sections. `first` and `last` are the start and stop of each section in `ids`."""
     first: Index
@@ -251,8 +247,8 @@ class _RowEncoder:
     ) -> tuple[Index, NDArray[np.bool_]]:
         """Return the token position of each boundary and whether it is exact.
 
-        A token that spans the end of the prompt is context. With generation tags, a token that spans the end of the
-        prompt belongs to the answer, as in transformers.
+        A token that spans the end of the prompt is context. With generation tags, it belongs to the answer, as in
+        transformers.
         """
         size = encoded.size[section]
         text_bytes = np.where(table.after_text[borders], size - encoded.literal_bytes[section], 0)

@@ -84,7 +84,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def has_template(tokenizer: str) -> bool:
-    """Whether `tokenizer` is a folder with at least one chat template, which need not be the default template."""
+    """Whether `tokenizer` is a folder with at least one chat template."""
     path = local_file(tokenizer, limit=TOKENIZER_LIMIT)
     return tokenizer != "bytes" and path.is_dir() and bool(_templates(path, _json(path / "tokenizer_config.json")))
 
@@ -138,7 +138,6 @@ def declared_tokens(folder: Path) -> tuple[dict[str, Any], ...]:
 
 
 def _marked_special(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the tokens that a config file marks as special."""
     given = [config.get(name) for name in SPECIAL_NAMES]
     for name in ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"):
         listed = config.get(name)

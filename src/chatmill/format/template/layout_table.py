@@ -126,8 +126,6 @@ def _with(kept: _Kept | None, by_id: dict[int, TokenLayout]) -> _Kept:
 
 
 def layout_table(layouts: Sequence[TokenLayout]) -> LayoutTable:
-    """Combine several layouts into columns."""
-
     def column(name: str) -> NDArray[np.int64]:
         return np.concatenate([getattr(layout, name) for layout in layouts])
 

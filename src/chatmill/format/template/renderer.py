@@ -1,4 +1,4 @@
-"""The renderer for Hugging Face chat templates, which caches traces of renderings and replays them for other texts."""
+"""The renderer for Hugging Face chat templates, which caches traces of renderings and replays them with other texts."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class TemplateRenderer:
         strip_prompt_space: bool = False,
         kwargs: str = "",
     ) -> None:
-        """`text_tokens` contains the added tokens that may come from text. If `text_tokens` is None, the tokens are
-        learned from the template.
+        """`text_tokens` contains the added tokens that may come from text. If it is None, they are learned from the
+        template.
 
         `kwargs` contains the `chat_template_kwargs` of the records to render, as JSON. `arguments` must include the
         values in `kwargs`.
@@ -219,8 +219,7 @@ class TemplateRenderer:
         for renderer in dict.fromkeys(renderers):
             chosen = [at for at, each in enumerate(renderers) if each is renderer]
             for with_tools in {bool(batch[at].tools) for at in chosen}:
-                # Create the turn marks that the row check needs, because a renderer that was evicted and created again
-                # has none.
+                # A renderer that was evicted and created again lacks the turn marks that the row check needs.
                 renderer.turn_marks(with_tools)
             parts.append(renderer._encode_batch([batch[at] for at in chosen], **options))
             order += chosen
@@ -334,8 +333,7 @@ class TemplateRenderer:
             if turns is not record:
                 laid_out = laid_out._replace(notes=(*laid_out.notes, LEFT_OUT))
             if self.encoder.normalizes or laid_out.char_weights is not None:
-                # Encode the record now, because only encoding shows whether the boundaries of answers and ranges are
-                # exact.
+                # Only encoding shows whether the boundaries of answers and ranges are exact.
                 self._encode([turns], [laid_out], train_on="assistant", tags=False, ledger=Ledger())
         except RecordError as fault:
             raise fault.at(record.file, record.line, record.id) from None
@@ -346,7 +344,7 @@ class TemplateRenderer:
         shape, texts = shape_and_texts(record, self.templates[with_tools].style)
         key = (with_tools, shape + LAST_ONLY if last_only else shape)
         if any(map(_RANGES, record.messages)):
-            # Do not use cached traces, because they do not record which characters of a text are in the output.
+            # Cached traces do not record which characters of a text are in the output.
             derived = self._derive_checked(record, cacheable=False, last_only=last_only)
             notes = token_notes((*texts, *record.tools), self.control_tokens, self.text_tokens)
             return self.lay_out_derived(record, derived, notes)

@@ -155,7 +155,7 @@ class RowCheck:
         return right
 
     def _spells(self, ids: Ids, start: Index, count: int, size: Index) -> NDArray[np.bool_]:
-        """Whether the `count` tokens before each answer cover `size` bytes. Only the last may extend past them."""
+        """Whether the `count` tokens before each answer cover `size` bytes. Only the last token may extend further."""
         if not count:
             return size <= 0
         tokens = ids[(start - count)[:, None] + np.arange(count)]

@@ -53,7 +53,6 @@ class ChatTemplate:
 
     @property
     def has_tags(self) -> bool:
-        """Whether the template has generation tags."""
         return self._plain.sandbox.has_tags
 
     def render(self, given: TemplateInput, messages: int | None = None, *, prompt: bool = False) -> str:

@@ -1,7 +1,6 @@
 """Convert records to the variables of a chat template.
 
-The shape of a record consists of its roles, the fields that are present, the keys and numbers in tool calls, and the
-tools. Two records with the same shape differ only in their texts.
+Two records have the same shape if they differ only in their texts.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def only_turns(record: Record) -> Record:
 
 
 def plain_input(record: Record, style: Style) -> TemplateInput:
-    """Return the template variables of a record with plain texts."""
+    """Return the template variables of a record, with its texts unchanged."""
     return build_input(record, style, _unchanged, _unchanged)
 
 

@@ -1,9 +1,8 @@
 """Learn which added tokens may come from the text of messages.
 
-A token that the tokenizer marks as special never comes from text. A token that the template uses in a header or at the
-end of a turn, such as DeepSeek's `<｜User｜>`, never comes from text even if it is not marked as special. All other
-added tokens are tags inside answers, such as `<think>` and `<tool_call>`. The tokens in headers and at turn ends are
-learned from small conversations whose texts are words that no template contains:
+Special tokens never come from text, nor do tokens that the template uses in a header or at the end of a turn, such as
+DeepSeek's `<｜User｜>`. All other added tokens are tags inside answers, such as `<think>`. The tokens in headers and at
+turn ends are learned from small conversations, whose words occur in no template:
 
     <｜User｜> QzUser0 <｜Assistant｜></think> QzAssistant1 <｜end▁of▁sentence｜> <｜User｜> QzUser2
     header            header       tag                  end                 header
@@ -19,7 +18,7 @@ from chatmill.format.template.probes import TOOLS, probe_record
 from chatmill.records.record import Message, Record, ToolCall, new_message
 
 Render = Callable[[Record, int, bool], str | None]
-"""Renders the first n messages, with or without the generation prompt, or returns None for rejected messages."""
+"""Renders the first n messages, with or without the generation prompt; None if the template rejects them."""
 
 MAX_WORDS = 2
 """Maximum number of words between two tokens of a header.

@@ -49,7 +49,7 @@ class CachedTrace:
     uses: int = 0
 
     def use(self) -> bool:
-        """Count a use. Return whether to compare the trace with the template, which is true for uses 1, 2, 4, 8, …."""
+        """Count a use, and return whether to compare the trace with the template: at uses 1, 2, 4, 8, …."""
         self.uses += 1
         return not self.uses & (self.uses - 1)
 
@@ -82,7 +82,6 @@ class TraceCache:
         return len(self._traces)
 
     def clear(self) -> None:
-        """Remove all traces."""
         self._traces.clear()
         self._plain.clear()
 
