@@ -1,4 +1,4 @@
-"""Derive the answers in a rendering: the characters that are trained.
+"""Derive the answers in a rendering: the characters that are trained on.
 
 by_origin    derives answers from the origin of each character
 by_prefix    derives answers from the prompts that a server would send, as plain text; shares no code with by_origin

@@ -1,15 +1,15 @@
 """Derive answers by origin: use the source of each character to find where an answer starts and ends.
 
-Between the last field of the previous messages and the first field of the answer, a rendering contains only literals of
-the template. The prompt that a server would send for the previous messages also contains only literals after their last
-field. The literals that the rendering and the prompt have in common are context; the answer starts where they diverge.
+Only literals of the template separate the previous messages from the answer. The prompt that a server would send also
+ends with such literals. What the rendering and the prompt have in common is context; the answer starts where they
+diverge.
 
     prompt      … Hi <|im_end|>\\n<|im_start|>assistant\\n
     rendering   … Hi <|im_end|>\\n<|im_start|>assistant\\n<think>\\n  Well …
                      common                              | trained
 
-The answer ends with a control token among the literals after the last field of its message. Earlier messages may differ
-between the prompt and the rendering, because only literals next to the answer are compared.
+The answer ends with a control token after the last field of its message. Only literals next to the answer are compared,
+so earlier messages may differ between the prompt and the rendering.
 """
 
 from __future__ import annotations
@@ -251,8 +251,7 @@ class _OriginSearch:
         following = self.tokens.find(literals)
         between = literals[len(own or "") : following[0].start()] if following else ""
         if following and following[0][0] in self.ends and not between.strip():
-            # Train the token that opens the next turn, because a server stops at this token and the model must generate
-            # it.
+            # Train on the token that opens the next turn: a server stops at it, so the model must generate it.
             return begin + following[0].end(), True
         return begin + len((own if own is not None else closing).rstrip()), False
 

@@ -1,9 +1,8 @@
 """Derive answers by prefix: compare the prompts that a server would send with the rendering, as plain text.
 
-The derivation by prefix does not use the origin of characters. If the prompt for an answer is a prefix of the
-rendering, the answer starts at the end of the prompt. If the conversation up to and including the answer, with or
-without the next generation prompt, is a prefix of the rendering, the answer ends with the control tokens at the end of
-that prefix.
+If the prompt for an answer is a prefix of the rendering, the answer starts where the prompt ends. The conversation up
+to and including the answer may also be a prefix, with or without a generation prompt. The answer then ends with the
+control tokens at the end of that prefix.
 """
 
 from __future__ import annotations

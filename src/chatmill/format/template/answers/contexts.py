@@ -11,8 +11,7 @@ The row and the prompt may differ in whitespace before the header. If the row an
 for example because only one of them contains `<think>\\n`, the answer starts where they diverge. Text before the header
 is not compared, because templates rewrite earlier messages.
 
-This module uses only plain renderings. This module shares no code with `by_origin` and `by_prefix`, so that it can
-check their results.
+This module shares no code with `by_origin` and `by_prefix`, so that it can check their results.
 """
 
 from __future__ import annotations

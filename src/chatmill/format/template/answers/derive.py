@@ -1,7 +1,6 @@
 """Derive the answers of one conversation with two methods, and reject the conversation if the results differ.
 
-`by_origin` derives answers from the origin of the characters, `by_prefix` from the prompts that a server would send.
-The two derivations share no code. If both derivations determine the start or end of an answer, they must agree.
+`by_origin` and `by_prefix` share no code. If both determine the start or end of an answer, they must agree.
 """
 
 from __future__ import annotations
@@ -57,10 +56,9 @@ def derive(
 ) -> DerivedAnswers:
     """Derive the answers of a conversation. Raise a `RecordError` if the answers cannot be determined.
 
-    `ends` contains the tokens at which a server stops, `text_tokens` the control tokens that may come from message
-    text, and `eos` is the end-of-sequence token. With `cacheable`, the trace records guards, so that other
-    conversations can reuse it. With `last_only`, only the last assistant message is an answer, and earlier assistant
-    messages are context; `last_only` has no effect if generation tags mark the answers.
+    `ends` contains the tokens at which a server stops, and `text_tokens` the control tokens that may come from text.
+    With `cacheable`, the trace records guards, so that other conversations can reuse it. With `last_only`, only the
+    last assistant message is an answer. This has no effect if generation tags mark the answers.
     """
     _check_complete(record)
     plain = plain_input(record, template.style)
@@ -213,7 +211,7 @@ def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: Answe
 def _split_turns(
     full: Rendering, answers: Sequence[AnswerSpan], finder: ContextFinder, tokens: ControlTokens
 ) -> list[AnswerSpan]:
-    """Split answers that the template renders as several turns, so that the headers between the turns are not trained.
+    """Split answers that the template renders as several turns: the headers between the turns are not trained on.
 
     For example, gpt-oss renders the reasoning and the content of one message as two turns, each with a header.
     """

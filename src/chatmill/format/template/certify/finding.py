@@ -2,7 +2,7 @@
 
 PASS   the template has the property
 WARN   training works, but the template makes an unusual choice or rejects a shape of records
-FAIL   some tokens would be trained wrongly, or cannot be trained
+FAIL   the model would be trained on wrong tokens, or cannot be trained on some
 SKIP   the property was not checked; the line gives the reason
 """
 
