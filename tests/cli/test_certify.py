@@ -58,7 +58,7 @@ def test_faulty_records_can_be_skipped(run, folder, tmp_path):
     code, _, err = run("certify", "--tokenizer", "model", name)
     assert (code, err.split(": ")[1]) == (1, "chat.jsonl:2")
     code, out, err = run("certify", "--tokenizer", "model", name, "--on-error", "skip")
-    assert (code, lines(out)["records"]) == (0, ("PASS", "1 record; every answer is trained"))
+    assert (code, lines(out)["records"]) == (0, ("PASS", "1 record; every answer is trained on"))
     assert err == "rejected 1: 1 role; see rejects.jsonl\n"
 
 
@@ -72,7 +72,7 @@ def test_a_preset_that_the_tokenizer_does_not_support_suggests_its_template(run,
 def test_the_end_of_an_answer_must_be_where_the_model_stops(run, folder):
     (folder / "generation_config.json").write_text('{"eos_token_id": [3]}')
     code, out, _ = run("certify", "--tokenizer", "model")
-    end = "<|im_end|> is trained at the end of answers; the model stops there"
+    end = "the loss mask includes <|im_end|> at the end of answers; the model stops there"
     assert (code, lines(out)["terminator"]) == (0, ("PASS", end))
     (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
     code, out, err = run("certify", "--tokenizer", "model")
@@ -95,7 +95,7 @@ def test_the_template_is_also_checked_on_the_users_records(run, folder, tmp_path
     good = write(tmp_path / "good.jsonl", say("Hi", "Yo"), say("a <|im_end|> b", "c"))
     code, out, _ = run("certify", "--tokenizer", "model", good)
     counted = "2 records, 1 of them with control tokens in message text"
-    assert code == 0 and lines(out)["records"][1] == f"{counted}; every answer is trained"
+    assert code == 0 and lines(out)["records"][1] == f"{counted}; every answer is trained on"
     call = {"name": "f", "arguments": {}}
     lost = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     bad = write(tmp_path / "bad.jsonl", say("Hi", "Yo"), lost)

@@ -110,7 +110,7 @@ def open_renderer(
     if template.mask == "tags" and any(flags.values()):
         names = ", ".join(flag for flag, given in flags.items() if given)
         raise UsageError(
-            f"{names} with --mask tags: generation tags decide which tokens are trained; remove one of the flags"
+            f"{names} with --mask tags: generation tags decide which tokens are trained on; remove one of the flags"
         )
     folder = read_folder(tokenizer, template.chat_template)
     start_server()

@@ -46,7 +46,7 @@ def test_a_template_without_tool_definitions_passes_with_warnings(tmp_path):
         "tools": "WARN",
     }
     assert found["tools"].text == "tool calls are rendered, but tool definitions are dropped"
-    assert found["terminator"].text == "<|im_end|> is trained at the end of answers; the model stops there"
+    assert found["terminator"].text == "the loss mask includes <|im_end|> at the end of answers; the model stops there"
     assert found["shapes"].text == "all 24 conversation shapes are rendered"
 
 
@@ -104,7 +104,7 @@ def test_rewritten_history_is_a_warning_with_a_fix(tmp_path):
     found = certificate(tmp_path, source)
     assert found["history"].level is found["reasoning"].level is Level.WARN
     assert "message 1 of probe reasoning" in found["history"].text and "--unroll" in found["history"].text
-    assert found["reasoning"].text.startswith("reasoning is trained only in the last answer")
+    assert found["reasoning"].text.startswith("the loss mask includes reasoning only in the last answer")
 
 
 def test_rejected_shapes_are_warnings_with_their_reason(tmp_path):

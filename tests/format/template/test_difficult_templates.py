@@ -241,7 +241,7 @@ REFUSED = {
     "an answer is rendered empty": (
         PLAIN.replace("message.content + '<|im_end|>\\n'", "message.content"),
         Record([user("Hi"), answer("")]),
-        "no part of message 1 would be trained",
+        "no part of message 1 would be trained on",
     ),
     "a control token that cannot be distinguished from text": (
         PLAIN.replace(

@@ -90,7 +90,7 @@ def test_the_certificate_counts_tokens_that_span_a_boundary(greedy):
     found = {finding.name: finding for finding in certify(format, [TALK])}
     assert (found["borders"].level, found["borders"].details["of_records"]) == ("WARN", {"straddling": 1, "answers": 1})
     assert found["borders"].text == (
-        "the first token of 1 of 1 answers in your records starts in the header and is not trained"
+        "the first token of 1 of 1 answers in your records starts in the header and is not trained on"
     )
 
 

@@ -62,5 +62,5 @@ def test_an_answer_outside_all_tags_is_rejected_instead_of_masked(tmp_path):
     own_format(tmp_path, source, control=["<|user|>", "<|assistant|>", "<|end|>"])
     format = open_template(str(tmp_path / "own"), mask="tags")
     assert format.render([Record([user("Hi"), answer("Yo")])]).mask().sum() > 0
-    with pytest.raises(RecordError, match=r"no part of message 1 \(assistant\) is trained"):
+    with pytest.raises(RecordError, match=r"no part of message 1 \(assistant\) is trained on"):
         format.lay_out(Record([user("Hi"), answer("Yo"), user("Hi"), answer("Yo")]))

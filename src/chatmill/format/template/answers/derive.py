@@ -299,7 +299,7 @@ def _check_agreement(text: str, answer: AnswerSpan, prefix: PrefixAnswer) -> Non
             by = f"by origin {'before' if one < other else 'after'}, by prefix {'before' if other < one else 'after'}"
             raise disputed(f"cannot determine whether {what}: {by}")
     if answer.start >= answer.stop:
-        raise disputed(f"no part of message {answer.message} would be trained", "expected an answer with text")
+        raise disputed(f"no part of message {answer.message} would be trained on", "expected an answer with text")
 
 
 def _check_inside(full: Rendering, answers: Sequence[AnswerSpan]) -> None:
@@ -353,7 +353,7 @@ def _check_written(
             what = f"the template drops the {' and '.join(lost)} of message {number} ({message.role})"
             raise RecordError(what, "use a template that renders every field, or remove the record", kind="not_written")
         if number in assistants and number not in trained:
-            what = f"no part of message {number} (assistant) is trained"
+            what = f"no part of message {number} (assistant) is trained on"
             raise RecordError(
                 what,
                 "put generation tags around every answer in the template, or use --mask derived",

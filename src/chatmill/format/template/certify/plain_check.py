@@ -1,7 +1,7 @@
 """Compare the text of finished rows with the template's prompts, as an independent check for certificates.
 
-The check uses only the ids of a row, the loss mask, and the text that the template renders. The check does not use the
-derivation of answers, so it can find errors in the derivation.
+The check uses only the ids of a row, the loss mask and the rendered text. It can therefore find errors in the
+derivation of answers.
 
     prompt    … Hi <|im_end|>\\n<|im_start|>assistant\\n
     row       … Hi <|im_end|>\\n<|im_start|>assistant\\n | Well … <|im_end|> | \\n
@@ -43,7 +43,7 @@ parts_behind_header    row and prompt diverge after the header, for example if o
 header_not_in_prompt   the row has the usual header, but the prompt has no header
 history_rewritten      the text before the header differs in more than whitespace, but the header is the same
 several_turns          the answer continues in another turn, after a header
-differs                the headers differ, so the model is prompted differently from how it is trained
+differs                the headers differ: the model would be prompted differently than in training
 unknown                decoding the ids does not restore the text of the row
 """
 MARK = "\0"
@@ -63,7 +63,7 @@ class CheckedAnswer:
     goes_on: bool
     """Whether the same answer continues in another turn."""
     straddles: bool
-    """Whether the first token of the answer starts in the header and is therefore not trained."""
+    """Whether the first token of the answer starts in the header and is therefore not trained on."""
     faults: tuple[str, ...]
     """Descriptions of the errors in the trained text, or an empty tuple for a correct answer."""
 
@@ -289,7 +289,7 @@ class PlainCheck:
         assert run.message is not None
         message = record.messages[min(run.message, len(record.messages) - 1)]
         if message.role != "assistant":
-            yield f"has the role {message.role}, but is trained"
+            yield f"has the role {message.role}, but is trained on"
             return
         own_text = "\n".join(_texts(message)).casefold()
         trained = (straddling + run.text).casefold()
@@ -314,7 +314,7 @@ class PlainCheck:
             yield f"continues after {shown(self._tokenizer.decode([inner]))}, which ends a turn"
 
     def _lost(self, message: Message, trained: str) -> Iterator[str]:
-        """Yield a fault if the last word of the content or a word in tool call arguments is not trained."""
+        """Yield a fault if the last word of the content or a word in tool call arguments is not trained on."""
         last_words = [] if "<think" in message.content else _WORD.findall(message.content)[-1:]
         for word in (*last_words, *(word for call in message.tool_calls for word in _WORD.findall(call.arguments))):
             if word.casefold() not in trained.casefold():

@@ -45,7 +45,7 @@ def history(seen: Observations) -> Finding:
     if not places:
         return Finding("history", Level.PASS, "answers stay the same when more messages follow", details)
     what = f"answers change when more messages follow: {some(places)}"
-    return Finding("history", Level.WARN, f"{what}; use --unroll to train each answer as it is prompted", details)
+    return Finding("history", Level.WARN, f"{what}; use --unroll to train on each answer as it is prompted", details)
 
 
 def _is_rewritten(seen: Observations, probe: Rendered, answer: CheckedAnswer) -> bool:
@@ -90,10 +90,9 @@ def reasoning(seen: Observations) -> Finding:
     if not any(is_trained):
         return Finding("reasoning", Level.WARN, "reasoning is dropped, because the template does not render it")
     if not all(is_trained):
-        return Finding(
-            "reasoning", Level.WARN, "reasoning is trained only in the last answer; use --unroll to train all reasoning"
-        )
-    return Finding("reasoning", Level.PASS, "reasoning is trained in every answer")
+        what = "the loss mask includes reasoning only in the last answer; use --unroll to include all reasoning"
+        return Finding("reasoning", Level.WARN, what)
+    return Finding("reasoning", Level.PASS, "the loss mask includes reasoning in every answer")
 
 
 def null_content(seen: Observations) -> Finding:

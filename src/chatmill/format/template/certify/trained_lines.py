@@ -20,7 +20,7 @@ RELATIONS = {
     "parts_behind_header": "the prompt diverges from the row after the header",
     "header_not_in_prompt": "the prompt lacks the header that the row has",
     "history_rewritten": "the prompt renders earlier messages differently from the row",
-    "several_turns": "the prompt covers only the first of several turns, whose headers are not trained,",
+    "several_turns": "the prompt covers only the first of several turns, whose headers are not trained on,",
 }
 """The text that the certificate line `prompt` prints for each relation, followed by the number of answers."""
 
@@ -64,7 +64,7 @@ def ids(seen: Observations) -> Finding:
 def answers(seen: Observations) -> Finding:
     if (refused := _plain_refused(seen, "answers")) is not None:
         return refused
-    # With generation tags, the template decides which text is trained, so check only the role.
+    # With generation tags, the template decides which text is trained on, so check only the role.
     is_derived = seen.renderer.mask == "derived"
     faults = [
         f"message {answer.message} of {probe.place} {text}"
@@ -76,15 +76,15 @@ def answers(seen: Observations) -> Finding:
     count = len(seen.answers) + seen.own.answers
     details = {"answers": count, "wrong": len(faults), "examples": faults[:EXAMPLES]}
     if faults:
-        return Finding("answers", Level.FAIL, f"some answers are trained wrongly: {some(faults)}", details)
+        return Finding("answers", Level.FAIL, f"the loss mask is wrong for some answers: {some(faults)}", details)
     if all(answer.relation == "unknown" for _, answer in seen.answers):
         return Finding(
             "answers", Level.SKIP, "answers were not checked, because the ids do not decode to the text", details
         )
     if not is_derived:
-        return Finding("answers", Level.PASS, f"{count} spans between generation tags are trained", details)
+        return Finding("answers", Level.PASS, f"the loss mask includes {count} spans between generation tags", details)
     what = f"{count} answers in {len(seen.probes) + seen.own.rendered} conversations start where their prompt ends"
-    return Finding("answers", Level.PASS, f"{what}; no text of other messages is trained", details)
+    return Finding("answers", Level.PASS, f"{what}; the loss mask includes no text of other messages", details)
 
 
 def terminator(seen: Observations) -> Finding:
@@ -116,7 +116,7 @@ def terminator(seen: Observations) -> Finding:
             what = f"{token} ends {where}, but the model stops at {listed}; {_quote_end(seen, probe, answer)}"
             return Finding("terminator", Level.FAIL, what, {"example": where, "end": token})
         (ends if is_last else earlier)[token] = None
-    text = f"{' or '.join(ends)} is trained at the end of answers"
+    text = f"the loss mask includes {' or '.join(ends)} at the end of answers"
     details = {"ends": list(ends), "ends_of_earlier_answers": list(earlier), "stops": None}
     if stops is None:
         what = f"{text}; without generation_config.json it is unknown whether the model stops there"
@@ -155,7 +155,8 @@ def bos(seen: Observations) -> Finding:
     inside = [(probe, answer) for probe, answer in seen.answers if id in answer.ids[:-1]]
     if inside:
         probe, answer = inside[0]
-        return Finding("bos", Level.FAIL, f"{token} is trained in message {answer.message} of {probe.place}")
+        what = f"the loss mask includes {token} in message {answer.message} of {probe.place}"
+        return Finding("bos", Level.FAIL, what)
     counts = [int(np.sum(probe.rows.ids == id)) for probe in seen.probes]
     often = (
         f"in several turns, up to {max(counts)} times in one row"
@@ -205,9 +206,9 @@ def borders(seen: Observations) -> Finding:
         )
     if not shares:
         return Finding("borders", Level.PASS, "no token spans the start of an answer", details)
-    what = f"the first token of {' and '.join(shares)} starts in the header and is not trained"
+    what = f"the first token of {' and '.join(shares)} starts in the header and is not trained on"
     if seen.check.header.endswith(" "):
-        what += "; the header ends with a space, which --strip-prompt-space would train as part of the answer"
+        what += "; the header ends with a space, which --strip-prompt-space would count as part of the answer"
     return Finding("borders", Level.WARN, what, details)
 
 
@@ -233,7 +234,7 @@ def text_tokens(seen: Observations) -> Finding:
         written += sum(match[0] in ids for match in seen.renderer.control_tokens.find(literals))
     details = {"control_tokens": len(ids), "written": written, "in_row": count, "from_text": list(from_text)}
     if count != written:
-        what = f"rows have {count} control tokens, but the template has only {written}: text became control tokens"
+        what = f"the rows contain {count} control tokens, but the template outputs only {written}: text became control tokens"
         return Finding("text_tokens", Level.FAIL, what, details)
     what = f"all {len(ids)} control tokens are plain text inside messages"
     if from_text:
@@ -259,7 +260,8 @@ def own_records(seen: Observations) -> Finding:
         what = f"{text}; rejected records: {reasons}; first error: {own.refused[0]}"
         return Finding("records", Level.FAIL, what, details)
     if own.wrong and seen.renderer.mask == "derived":
-        return Finding("records", Level.FAIL, f"{text}; some answers are trained wrongly: {some(own.wrong)}", details)
+        what = f"{text}; the loss mask is wrong for some answers: {some(own.wrong)}"
+        return Finding("records", Level.FAIL, what, details)
     if own.unended:
         allowed = "no_end_token" in own.notes or seen.renderer.mask == "tags"
         what = f"{text}; {len(own.unended):,} answers have no control token at the end: {some(own.unended)}"
@@ -272,6 +274,6 @@ def own_records(seen: Observations) -> Finding:
         if "_left_out" in what
     ]
     if left_out:
-        what = f"{text}; every answer is trained; the template drops {' and '.join(left_out)}"
+        what = f"{text}; every answer is trained on; the template drops {' and '.join(left_out)}"
         return Finding("records", Level.WARN, what, details)
-    return Finding("records", Level.PASS, f"{text}; every answer is trained", details)
+    return Finding("records", Level.PASS, f"{text}; every answer is trained on", details)

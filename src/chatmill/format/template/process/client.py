@@ -35,7 +35,7 @@ SECONDS = 3.0
 """CPU time limit for a small conversation, in seconds. A normal template needs a few milliseconds."""
 SECONDS_PER_CHARACTER = 2e-6
 SECONDS_PER_PAIR = 5e-4
-"""CPU seconds times the squared number of messages, because a template may visit all messages of every prefix."""
+"""Multiplied by the squared number of messages, because a template may visit all messages of every prefix."""
 MEMORY = 512 << 20
 MEMORY_PER_BYTE = 64
 MEMORY_PER_MESSAGE = 4

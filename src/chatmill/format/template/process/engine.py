@@ -32,8 +32,6 @@ def main() -> None:
 
 
 class TemplateEngine:
-    """Opens the templates of one renderer and answers requests."""
-
     def __init__(self) -> None:
         self.templates: list[ChatTemplate] = []
         self.names: list[str] = []

@@ -1,10 +1,9 @@
 """A fork server, which is a fresh interpreter that forks locked-down processes on request.
 
-The server imports all modules that its processes need and never reads untrusted data. The standard input of the server
-is a Unix socket. For each byte that the server receives together with two socket descriptors, the server forks a
-process. The first socket is the channel for requests and responses of the new process. The second socket is the leash,
-which stays in the server: when the renderer closes the other end or exits, the server kills the process. When a process
-exits, the server writes the exit code to the leash.
+The server imports all modules that its processes need and never reads untrusted data. Its standard input is a Unix
+socket: for each byte with two socket descriptors, the server forks a process. The first socket is the channel for
+requests and responses. The second socket is the leash: when the renderer closes its end or exits, the server kills the
+process. When a process exits, the server writes the exit code to the leash.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ OF_TRACED_METHODS = ("format", "truncate")
 
 
 class TracedSandbox(Sandbox):
-    concat = staticmethod(joined)  # type: ignore[assignment]  # it joins texts to a text
+    concat = staticmethod(joined)  # type: ignore[assignment]  # joins traced texts
 
     def __init__(self, *, now: datetime | None = None) -> None:
         super().__init__(now=now)

@@ -1,9 +1,8 @@
 """A Jinja sandbox for Hugging Face chat templates, with limits on steps, characters and time.
 
-Templates can read only plain data and cannot change the data. Templates can use only the attributes in `ATTRIBUTES`.
-Using any existing attribute outside of `ATTRIBUTES` is an error, so that the output never differs silently from
-transformers. Before a template is compiled, its syntax tree is rewritten so that loops count steps. Templates that read
-other files or use autoescape are rejected.
+Templates can read plain data but not change it, and can use only the attributes in `ATTRIBUTES`. Using another existing
+attribute is an error, so that the output never differs silently from transformers. The syntax tree is rewritten so that
+loops count steps. Templates that read other files or use autoescape are rejected.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ TEXT_FILTERS = ("indent", "striptags", "truncate", "urlize", "wordwrap")
 class Generation(Extension):
     """The tag `{% generation %}`, which passes its content to `Sandbox.tagged`."""
 
-    tags = {"generation"}  # noqa: RUF012  # so the base class has it
+    tags = {"generation"}  # noqa: RUF012  # as in the base class
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -350,7 +349,7 @@ def statement(code: str, at: nodes.Node) -> nodes.Node:
 
 def sandbox_call(method: str, args: list[nodes.Expr], at: nodes.Node) -> nodes.Call:
     call = nodes.Call(nodes.EnvironmentAttribute(method), args, [], None, None)
-    return call.set_lineno(at.lineno)  # type: ignore[return-value]  # it returns itself
+    return call.set_lineno(at.lineno)  # type: ignore[return-value]  # returns the node itself
 
 
 _OF_DICT = frozenset(dir(dict))

@@ -127,7 +127,7 @@ OUTSIDE = -1
 """The message index of fields outside messages, such as tool definitions, and of text outside message loops."""
 
 TextItem = str | int
-"""A literal text, or the number of a slot."""
+"""A literal text, or the index of a slot."""
 
 
 class FieldPath(NamedTuple):

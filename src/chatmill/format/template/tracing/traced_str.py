@@ -231,7 +231,6 @@ def field(text: str, source: FieldPath, slot: int | None, trace: Trace | None) -
 
 
 def joined(texts: Sequence[str]) -> TracedStr:
-    """Concatenate texts."""
     if len(texts) == 1 and type(texts[0]) is TracedStr:
         return texts[0]
     pieces: list[TracedPiece] = []
