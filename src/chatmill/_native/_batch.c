@@ -19,9 +19,9 @@ enum { FITS = -1, OUTSIDE = -2 };
 static const int64_t IGNORED = -100;
 static const uint32_t ONE = 0x3F800000; /* 1.0 as bits */
 
-/* The bytes that are hashed for one row, in the layout of docs/reference/files.md: numbers, one bit per label, and ids.
-   The numbers are written when the row is complete; until then, `weights` collects the position and value of every
-   weight that is not implied by the label bits. */
+/* The bytes that are hashed for one row, in the layout of docs/reference/files.md: numbers, one bit per label, and
+   ids. The numbers are written when the row is complete. Until then, `weights` collects the weights that the label
+   bits do not imply. */
 typedef struct {
     uint8_t *weights, *bits, *ids; /* NULL if the row is not hashed */
     int64_t num_weights;
@@ -138,7 +138,7 @@ static void end_run(Row *row, int64_t stop, const uint8_t *from, int64_t at, int
     row->run = stop;
 }
 
-/* Write the position and the segment number of each token in the segment that ends before token `stop`. Skip the last
+/* Write the position and the segment index of each token in the segment that ends before token `stop`. Skip the last
    token of a row, because x does not contain it. */
 static void end_segment(Row *row, int64_t stop, int32_t number) {
     int64_t begin = row->segment, count = (stop < row->size ? stop : row->size) - begin;
@@ -172,7 +172,7 @@ static int append(Row *row, int64_t filled, const int64_t *episode, const Source
             continue;
         }
         if (at == filled && episode[CUT]) {
-            /* Count a truncated answer if the first kept span is trained and earlier tokens of its answer were
+            /* Count a truncated answer if the first kept span is trained on and earlier tokens of its answer were
                removed. */
             row->counts[ANSWER_CUT] += is_trained && (cut || (was_trained && !at_border));
             length -= cut, cut = 0, begins = 1;

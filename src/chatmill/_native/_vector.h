@@ -52,7 +52,7 @@ static inline Bytes64 folded(Bytes64 bytes) {
     return bytes;
 }
 
-/* NEON has no movemask instruction, so each matching byte is reduced to the bit of its position modulo 8, and three
+/* NEON has no movemask instruction. Each matching byte is reduced to the bit of its position modulo 8, and three
    pairwise additions combine eight bytes into one. */
 static inline uint64_t bits_between(Bytes64 bytes, int first, int count) {
     static const uint8_t PLACES[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};

@@ -104,8 +104,7 @@ static inline const uint8_t *contraction(const uint8_t *at, uint8_t fold) {
 }
 
 /* Like `contraction`, but ignore case and return NULL if `at` is not an apostrophe. If a long s (U+017F) follows the
-   apostrophe, let the caller encode the text, because the regular expression, which ignores case, matches a long s as
-   an s. */
+   apostrophe, let the caller encode the text: the regular expression ignores case and matches a long s as an s. */
 static inline const uint8_t *contraction_folded(Cutter *self, const uint8_t *at) {
     if (*at != '\'') return NULL;
     if (at[1] == 0xC5 && at[2] == 0xBF) self->odd = 1;
@@ -184,8 +183,8 @@ static inline const uint8_t *word_o200k(Cutter *self, const uint8_t *at) {
     return lines(at, run_of(self, at, SET(SPACE)), 1);
 }
 
-/* The DeepSeek pattern first splits off numbers and then runs of Chinese characters and kana, so no word extends into
-   or out of a number or such a run. */
+/* The DeepSeek pattern first splits off numbers, then runs of Chinese characters and kana. No word crosses the
+   boundary of a number or such a run. */
 static inline const uint8_t *word_deepseek(Cutter *self, const uint8_t *at) {
     int size, next_size;
     uint8_t class = class_of(self, at, &size);
