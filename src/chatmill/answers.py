@@ -48,7 +48,7 @@ class TurnStates(NamedTuple):
     """Index of the turn that each span belongs to."""
 
     def latest(self, which: Flags) -> Index:
-        """For each turn, return the index of the last turn in `which` up to it, or -1 if its conversation has none."""
+        """Return, for each turn, the last turn of its conversation so far that `which` selects, or -1."""
         last = np.maximum.accumulate(np.where(which, np.arange(len(which)), -1))
         return np.where(last >= self.conversation, last, -1)
 

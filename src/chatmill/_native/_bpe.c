@@ -1,9 +1,9 @@
 /* Encode many texts with byte-level BPE in one call.
 
-   A text is split into words by the tokenizer's split pattern, and each word is looked up in a table of words with
-   known token ids. The table contains nearly all words of a typical text. The encoder skips a text if it contains a
-   word longer than LONGEST, a character of unknown class, a character that must be normalized, or an added token. A
-   skipped text gets no ids, and its index is returned in a list, so that the caller can encode it.
+   The tokenizer's split pattern splits a text into words. A table maps known words to their token ids. The table
+   contains nearly all words of a typical text. The encoder skips texts with a word longer than LONGEST, a character
+   of unknown class, a character to normalize, or an added token. The caller must encode the skipped texts, whose
+   indices are returned.
 
    Calls release the GIL, so several threads can encode at once. Each call has its own workspace. Data that calls
    share is not modified after the encoder is created. */

@@ -1,9 +1,8 @@
 /* Parse lines of conversations in the common form into columns, without creating an object for each message.
 
    A line has the common form if it is {"messages": [{"role": …, "content": …}, …]}, with or without an id, and every
-   other accepted key is null. Parsing stops before the first line that does not have the common form; Python must parse
-   this line. Parsed lines are written as MessagePack, which contains the message texts unchanged; record keys are
-   computed from the MessagePack bytes. */
+   other accepted key is null. Parsing stops before the first line in another form, which Python must parse. Parsed
+   lines are written as MessagePack. Record keys are computed from these bytes. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -354,8 +353,8 @@ typedef struct {
     size_t size;
 } Key;
 
-/* Return the end of the string whose first character is at `at`, or NULL if the string is not closed; set `escaped` if
-   the string contains a backslash. */
+/* Return the end of the string whose first character is at `at`, or NULL if it is not closed. Set `escaped` if it
+   contains a backslash. */
 static const uint8_t *skip_string(const uint8_t *at, const uint8_t *end, int *escaped) {
     for (; at < end && *at != '"'; at++)
         if (*at == '\\') {
@@ -365,8 +364,8 @@ static const uint8_t *skip_string(const uint8_t *at, const uint8_t *end, int *es
     return at < end ? at + 1 : NULL;
 }
 
-/* Return 1 if an object in the JSON text may contain a key twice. Also return 1 for objects with many keys or with
-   escapes in a key, for deep nesting and for invalid JSON, so that Python checks the text. */
+/* Return 1 if an object in the JSON text may contain a key twice. Also return 1 for text that is too complex to
+   check here, so that Python checks it. */
 static int may_repeat_key(const uint8_t *at, const uint8_t *end) {
     Key keys[MAX_DEPTH * 8]; /* the keys of all open objects, innermost last */
     size_t first[MAX_DEPTH], count = 0, depth = 0;

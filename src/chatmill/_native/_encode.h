@@ -118,8 +118,8 @@ static inline int64_t number_at(const uint8_t *data, size_t n) {
 
 typedef enum { DONE, NO_MEMORY, NO_KIND, OUTSIDE } Result;
 
-/* Copy text `n` of a call to the workspace. Another thread may change the columns during the copy, so every number is
-   read only once and cannot change after it has been checked. */
+/* Copy text `n` of a call to the workspace. Another thread may change the columns during the copy, so every number
+   is read only once. */
 static Result copy_text(const Call *call, ptrdiff_t n, Heap *text, size_t *size) {
     Text parts[3] = {{"", 0}, {"", 0}, {"", 0}};
     if (call->texts) {

@@ -41,7 +41,7 @@ static int coordinate(Reader *reader, long *k) {
 static int is_plain(uint8_t byte) { return byte >= ' ' && byte <= '~' && byte != '"' && byte != '\\'; }
 
 /* Parse the next entry and return it as a tuple. Return NULL without an exception if the entry is not a box in the
-   standard form, and NULL with an exception if an error occurs. */
+   standard form. On an error, return NULL with an exception. */
 static PyObject *box(Reader *reader, const uint8_t *data) {
     Reader next = *reader;
     long number, k[4];
@@ -97,8 +97,8 @@ static PyObject *boxes(PyObject *module, PyObject *args) {
     return entries;
 }
 
-/* Return an array with four coordinates per box, or NULL if a box is not a list of four small integers or memory runs
-   out. */
+/* Return an array with four coordinates per box. Return NULL if a box is not a list of four small integers, or if
+   memory runs out. */
 static double *coordinates(PyObject *boxes, Py_ssize_t count) {
     double *all = PyMem_Malloc((count ? count : 1) * 4 * sizeof(double));
     if (!all) PyErr_NoMemory();

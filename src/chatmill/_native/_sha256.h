@@ -1,5 +1,4 @@
-/* Compute SHA-256 of two messages in an interleaved loop, so that instructions for one message run during the latency
-   of the other. */
+/* Compute SHA-256 of two messages in one loop, which hides the latency of the instructions. */
 
 #include <stdint.h>
 #include <string.h>

@@ -95,8 +95,7 @@ static inline uint64_t starts_of_numbers(uint64_t number, int digits) {
     return starts;
 }
 
-/* Return the word starts for every pattern except GPT-2; the patterns differ in which neighbors they add to a run of
-   characters. */
+/* Return the word starts for every pattern except GPT-2. */
 static ALWAYS_INLINE uint64_t starts_of(const uint8_t *at, size_t left, int pattern) {
     Window w = window_at(at, left, pattern);
     uint64_t tabs = w.space & ~w.line; /* whitespace characters other than line ends */

@@ -171,7 +171,7 @@ def _plan(cut: Truncation) -> GatherPlan:
 
 
 def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Truncation, NDArray[np.bool_]]:
-    """Truncate the long rows; also return whether each new row starts, and whether it ends, inside an answer."""
+    """Truncate the long rows. Also return whether each new row starts or ends inside an answer."""
     if rule == "error":
         raise _too_long(rows, int(long[0]), capacity)
     few = rows.take(long)
@@ -287,9 +287,9 @@ def _windows(rows: Rows, capacity: int) -> Truncation:
         system |      asst | user asst                trained: the second; as much of the first as fits is context
         system                  r asst | user asst    trained: the third
 
-    A window contains as many complete exchanges as fit. An exchange longer than a window is split: its first part fills
-    a window, and each further window reserves half of its space for the preceding tokens. A system turn longer than
-    half a window is not repeated.
+    A window contains as many complete exchanges as fit. An exchange longer than a window is split. Its first part fills
+    a window; each further window reserves half of its space for the preceding tokens. A system turn longer than half a
+    window is not repeated.
     """
     turn = turns_of(rows)
     boundaries = [0, *turn.start[turn.begins_exchange].tolist()]

@@ -78,7 +78,7 @@ def open_renderer(
     """Open a renderer for a preset, a .toml file, or "template" (the chat template in the tokenizer folder).
 
     If `name` is None, `resolve_format` chooses the format. `tokenizer` is a Hugging Face folder, a tokenizer file, or
-    "bytes". The vocabulary must contain the control tokens of the format; with `add_tokens`, missing control tokens get
+    "bytes". The vocabulary must contain the control tokens of the format. With `add_tokens`, missing control tokens get
     new ids after the end of the vocabulary.
 
     >>> from chatmill import Message, Record, open_renderer

@@ -1,7 +1,7 @@
 """Render a long list of records in slices, on several threads.
 
 The compiled tokenizer and most of numpy release the GIL, so the slices run at the same time. The number of threads does
-not change which records are in a slice, so it does not affect rows, counts or errors.
+not change the slices, so it does not affect rows, counts or errors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A byte-level BPE engine in C, for tokenizer.json files whose split pattern is one of those in `split_pattern`.
+"""A byte-level BPE engine in C, for the split patterns in `split_pattern`.
 
 A fallback engine encodes texts with a very long word, a rare character or an added token. The C engine is not used if
 it was not compiled or does not support the file.

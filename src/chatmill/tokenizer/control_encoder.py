@@ -1,6 +1,6 @@
 """Encode texts with control tokens to the same ids that Hugging Face `tokenizers` returns for the whole text.
 
-Text tokens are control tokens that may also come from text, such as `<think>`, which is an added token but not special.
+Text tokens are control tokens that may also come from text, such as `<think>`. They are added tokens but not special.
 
 A text can be encoded by sections: the fast engine encodes each text between two control tokens. A text can also be
 encoded as a whole: `tokenizers` encodes the complete text, with aliases in place of control tokens. Texts are encoded

@@ -46,7 +46,7 @@ def isolate_control(
         added  A* b C* d E*  ->  A' b C' d        * special, markup or in `control`; ' renamed to its alias
 
     The tokens in `text_tokens` are kept, although they look like markup. The id of an added token depends on its
-    position in the list, so a control token that precedes a kept token is renamed instead of removed. Post-processor,
+    position in the list. A control token before a kept token is therefore renamed instead of removed. Post-processor,
     truncation, padding and dropout are also removed.
     """
     model = dict(content["model"])

@@ -118,7 +118,7 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, TemplateSou
 
 
 def _stops(path: Path) -> tuple[int, ...] | None:
-    """Return the ids in `eos_token_id`, which is one id or a list of ids, or None if the key is missing."""
+    """Return the ids in `eos_token_id`, or None if the key is missing."""
     given = _json(path).get("eos_token_id") if path.is_file() else None
     if given is None:
         return None

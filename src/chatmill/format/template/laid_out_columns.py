@@ -78,8 +78,8 @@ def lay_out_columns(
     """Lay out the conversations as columns, or as a list of records if one of them is rejected.
 
     If a conversation is rejected, only the records before it are laid out. `holding` contains the rows whose texts
-    contain control tokens. `plain` returns the trace for rows of a shape without control tokens, `confirm` compares a
-    trace with the template, and `lay_out` lays out a single conversation.
+    contain control tokens. `plain` returns the cached trace of a shape, `confirm` compares a trace with the template,
+    and `lay_out` lays out one conversation.
     """
     has_empty = columns.start == columns.stop
     odd = holding | {*(np.searchsorted(columns.first_message, np.flatnonzero(has_empty), side="right") - 1).tolist()}

@@ -3,7 +3,7 @@
     row      … <|im_end|> \n | <|im_start|> assistant \n | Hello . <|im_end|> | \n …
                                header of the prompt         trained, ends with an end token
 
-The check does not depend on how answers are derived, because it reads the loss mask from the spans of the rows.
+The check reads the loss mask from the spans, so it does not depend on how answers are derived.
 """
 
 from __future__ import annotations

@@ -95,8 +95,7 @@ class ChatTemplate:
             if as_object and ARGUMENTS_IN_PYTHON not in as_object:
                 return Style(parts)
             as_text = self._written(probe, Style(parts, True))
-            # Passing a string does not help if the template outputs the Python repr of a whole call, which contains the
-            # repr of the string.
+            # A string does not help if the template outputs the Python repr of the whole call.
             if as_text and (not as_object or repr(WEATHER_CALL.arguments_text) not in as_text):
                 return Style(parts, True)
         return Style(parts)

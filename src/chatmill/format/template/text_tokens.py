@@ -1,8 +1,8 @@
 """Learn which added tokens may come from the text of messages.
 
-Special tokens never come from text, nor do tokens that the template uses in a header or at the end of a turn, such as
-DeepSeek's `<｜User｜>`. All other added tokens are tags inside answers, such as `<think>`. The tokens in headers and at
-turn ends are learned from small conversations, whose words occur in no template:
+Special tokens never come from text. Neither do tokens that the template uses in a header or at the end of a turn, such
+as DeepSeek's `<｜User｜>`. All other added tokens are tags inside answers, such as `<think>`. The tokens in headers and
+at turn ends are learned from small conversations, whose words occur in no template:
 
     <｜User｜> QzUser0 <｜Assistant｜></think> QzAssistant1 <｜end▁of▁sentence｜> <｜User｜> QzUser2
     header            header       tag                  end                 header

@@ -117,7 +117,9 @@ def _tool_header(render: Render, tokens: ControlTokens) -> str:
 
 
 def _opening(header: str, tokens: ControlTokens) -> str:
-    """Return a header from its first control token to the word after its last one, or "" if it has none."""
+    """Return a header from its first control token to the word after its last control token, or "" without control
+    tokens.
+    """
     matches = tokens.find(header)
     if not matches:
         return ""

@@ -71,8 +71,7 @@ def answers_by_origin(
     The usual assistant header is taken from the first prompt that has one. `prompts` lists the prompts to search: n
     stands for the prompt after n messages.
 
-    With `prompt_ends`, a prompt is not traced if it ends with the same literals as an earlier prompt and the same
-    literals precede both answers.
+    With `prompt_ends`, prompts that end like an earlier prompt are not traced again.
     """
     search = _OriginSearch(full, prompts, render_traced, tokens, ends, eos, prompt_ends)
     return [search.answer(message) for message in assistants]

@@ -7,9 +7,9 @@ row, the answer starts after the assistant header:
     row      … Hi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>
                               context              |answer
 
-The row and the prompt may differ in whitespace before the header. If the row and the prompt diverge after the header,
-for example because only one of them contains `<think>\\n`, the answer starts where they diverge. Text before the header
-is not compared, because templates rewrite earlier messages.
+The row and the prompt may differ in whitespace before the header. They may also diverge after the header, for example
+if only one of them contains `<think>\\n`. The answer then starts where they diverge. Text before the header is not
+compared, because templates rewrite earlier messages.
 
 This module shares no code with `by_origin` and `by_prefix`, so that it can check their results.
 """
@@ -153,7 +153,7 @@ class ContextFinder:
         return header[self._before(header, start) :]
 
     def _common_with(self, header: str, message: int, start: int) -> Context:
-        """Return the header part that row and prompt share; raise if they do not share the core of the header."""
+        """Return the part of the header that row and prompt share. Raise if it lacks the core of the header."""
         size = self._before(header, start)
         if not self._is_context(header, size, start):
             raise self._mismatch(message, start, header)

@@ -190,8 +190,7 @@ class TemplateProcess:
             except (EOFError, OSError):
                 code = self._end()
                 if code in (None, -signal.SIGKILL, -signal.SIGXCPU) and not attempt:
-                    # Retry once if the process was killed from outside, for example by the out-of-memory killer, or
-                    # because it reached its total CPU limit.
+                    # Retry once if the process was killed from outside or reached its total CPU limit.
                     continue
                 raise EndedError(f"the process ended with {_shown_exit(code)}") from None
             except BaseException:

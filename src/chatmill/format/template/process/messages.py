@@ -1,8 +1,7 @@
 """The messages between a renderer and its template process, encoded as MessagePack frames.
 
-A malicious template may take over its process and send arbitrary bytes, so responses are decoded by type and checked
-here. A response may be wrong about its own template, but it cannot make the renderer crash, exhaust memory, or read out
-of bounds.
+A malicious template may take over its process and send arbitrary bytes, so every response is checked here. A response
+may be wrong about its own template, but it cannot make the renderer crash, exhaust memory, or read out of bounds.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ one conversation:
     steps     slot n = lstrip(slot 1)       a text computed from others
               "</think>" in slot 1: False   a guard: a result that the template observed
 
-If all guards give the same results for another conversation of the same shape, the template would render that
-conversation in the same way. Instead of running the template again, the steps are replayed with the texts of the other
-conversation.
+If all guards give the same results for another conversation of the same shape, the template would render it in the same
+way. The steps are then replayed with its texts, without running the template.
 
 `TracedPiece` is a piece of text with its origin. Traces and pieces are plain data that can be sent between processes.
 """
@@ -105,7 +104,7 @@ def ready(steps: Iterable[TraceStep]) -> tuple[ReadyStep, ...]:
 def replay(steps: Sequence[ReadyStep], texts: list[Any]) -> list[Any] | None:
     """Append the computed slots to `texts` and return the list, or None if the conversation does not match the trace.
 
-    A conversation does not match a trace if a guard fails or if a function raises, for example `index` without a match.
+    A conversation does not match a trace if a guard fails or a function raises.
     """
     slots = texts
     try:
