@@ -229,9 +229,12 @@ def _marker_faults(format: ChatFormat) -> list[str]:
         used |= keys
     if format.requires_user:
         faults += [
-            f"{role}.{name} must contain one control token, which {name}s the turn, because requires_user is true"
+            f"{role}.{name} must contain one control token, at the {end}, because requires_user is true"
             for role, turn in format.turns.items()
-            for name, pieces in (("open", format.split(turn.open)), ("close", format.split(turn.close)[::-1]))
+            for name, end, pieces in (
+                ("open", "start", format.split(turn.open)),
+                ("close", "end", format.split(turn.close)[::-1]),
+            )
             if sum(key is not None for key, _ in pieces) != 1 or pieces[0][0] is None
         ]
         if len(format.split(format.turns["assistant"].open)) > 1:

@@ -63,5 +63,5 @@ def test_the_error_shows_the_disputed_text_and_both_results(monkeypatch):
     assert refused.value.kind == "mask_disputed"
     assert refused.value.what == (
         'cannot determine whether the answer of message 1 begins before or after "Nor": '
-        "by origin before, by prefix after"
+        "the derivation by origin says before, the derivation by prefix says after"
     )

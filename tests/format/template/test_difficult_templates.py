@@ -249,7 +249,7 @@ REFUSED = {
             "((message.content + '<|im_end|>\\n') | center(15) if loop.first else message.content + '<|im_end|>\\n')",
         ),
         TALK,
-        r'cannot determine whether a control token comes from the template or from message 0 in " Hi<\|im_end\|>\\n "',
+        r'cannot determine whether a control token in " Hi<\|im_end\|>\\n " comes from the template or from message 0',
     ),
     "only the last turn is closed": (
         """{%- for message in messages -%}

@@ -77,8 +77,7 @@ class SimpleSections(NamedTuple):
     takes_columns: bool
     """Whether all texts of the conversation are encoded unchanged.
 
-    Texts are unchanged if the template does not compute or strip them, and if no text forms a text token together with
-    the literals around it.
+    The template must not change them, and no text may form a text token with the literals around it.
     """
 
     def texts(self, slots: Sequence[str]) -> list[str]:
@@ -310,9 +309,8 @@ class _CellSplitter:
         piece = self.pieces[number]
         assert piece.source is not None
         if piece.mixed and any(match[0] not in self.text_tokens.ids for match in self.tokens.find(piece.text)):
-            text = f"{piece.source.message} in {shown(piece.text)}"
-            what = f"cannot determine whether a control token comes from the template or from message {text}"
-            raise disputed(what)
+            what = f"cannot determine whether a control token in {shown(piece.text)}"
+            raise disputed(f"{what} comes from the template or from message {piece.source.message}")
         kind = self._kind(number, place, None)
         if piece.source.message >= 0:
             self.written.add(piece.source.message)

@@ -101,7 +101,7 @@ class _OriginSearch:
             for piece in full.pieces
             if piece.source is not None and piece.source.message not in (piece.owner, OUTSIDE)
         }
-        """Messages in whose loop iteration the template outputs a field of another message."""
+        """Messages whose loop iteration outputs a field of another message."""
         self.known_starts: dict[str, tuple[str, int]] = {}
         """Maps the literals before an answer to the end of its prompt and the length of their common prefix."""
         self.known_closings: dict[str, int] = {}

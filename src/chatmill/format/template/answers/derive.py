@@ -296,7 +296,8 @@ def _check_agreement(text: str, answer: AnswerSpan, prefix: PrefixAnswer) -> Non
         if other is not None and one != other:
             low, high = sorted((one, other))
             what = f"the answer of message {answer.message} {name} before or after {shown(text[low:high])}"
-            by = f"by origin {'before' if one < other else 'after'}, by prefix {'before' if other < one else 'after'}"
+            sides = ("before", "after") if one < other else ("after", "before")
+            by = f"the derivation by origin says {sides[0]}, the derivation by prefix says {sides[1]}"
             raise disputed(f"cannot determine whether {what}: {by}")
     if answer.start >= answer.stop:
         raise disputed(f"no part of message {answer.message} would be trained on", "expected an answer with text")

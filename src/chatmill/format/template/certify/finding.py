@@ -19,7 +19,7 @@ EXAMPLES = 3
 
 
 LINE_OF_KIND = {"no_end_token": "terminator", "prompt_mismatch": "prompt"}
-"""Maps kinds of errors to the certificate line that reports them in a plain conversation; the default is `answers`."""
+"""The certificate line that reports each kind of error in a plain conversation; the default is `answers`."""
 
 
 class Level(StrEnum):

@@ -176,7 +176,7 @@ class PlainCheck:
                         relation, straddles = self._relation(record, run.message, before, after, token, text_of, exact)
                     if relation == "differs":
                         place = shown_end(before.replace(MARK, ""))
-                        faults.append(f"starts after {place}, but its prompt has a different end")
+                        faults.append(f"starts after {place}, but its prompt ends differently")
                     faults += self._faults(record, run, ids, token if straddles else "")
                     faults += self._cut_off(ids[-1], after[len(run.marked) :])
                     if run == of_message[-1] and run.message < len(record.messages):

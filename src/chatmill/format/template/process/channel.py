@@ -17,7 +17,7 @@ from chatmill.errors import DataError, one_line
 from chatmill.format.template.process import messages
 
 WAITING = 20.0
-"""Maximum wall-clock time of a process as a multiple of its CPU time limit, with a large margin for busy machines."""
+"""Maximum wall-clock time of a process, as a multiple of its CPU time limit. Busy machines need a large margin."""
 GRACE = 1.0
 """Extra seconds before a process is killed, so that it can stop by itself and report the line of the template."""
 START_SECONDS = 600.0
