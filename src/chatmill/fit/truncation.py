@@ -217,7 +217,7 @@ def _exchanges(rows: Rows, capacity: int) -> Truncation:
     begins = turn.begins & (turn.start <= last_trained[turn.row])
     fits = begins & (head[turn.row] + stop[turn.row] - turn.start <= capacity)
     start = by_row(np.minimum, np.where(fits, turn.start, LONGEST_ROW), turn.row, count, LONGEST_ROW)
-    # If only the head of a row is trained, keep the head.
+    # If only the head of a row is trained on, keep the head.
     only_head = ~np.isin(np.arange(count), turn.row[begins]) & (head <= capacity)
     start = np.where(only_head, stop, start)
     is_kept = start <= stop

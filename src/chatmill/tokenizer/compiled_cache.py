@@ -9,7 +9,7 @@ compiling.
 
 The key is a hash of everything that determines the content: the tokenizer.json, the control tokens, the code and the
 library versions. The header also contains the key, so that a renamed file is never used. A file that is damaged,
-belongs to another user, or is writable by other users is created again.
+belongs to another user, or is writable by other users is replaced.
 
 System errors are ignored, because the cache affects only speed. $CHATMILL_TOKENIZER_CACHE=0 disables the cache.
 """

@@ -129,7 +129,7 @@ class ControlEncoder:
     def encode_whole(self, parts: Sequence[str], is_token: Sequence[bool]) -> tuple[Ids, Offsets]:
         """Return the ids of consecutive texts and control tokens, and the character offset of each id.
 
-        Text tokens inside texts are encoded as tokens.
+        Text tokens inside the texts are encoded as single ids.
         """
         return self._whole.encode(parts, is_token)[:2]
 

@@ -68,8 +68,8 @@ def answers_by_origin(
 ) -> list[AnswerSpan]:
     """Return the answer of each message in `assistants`. `ends` contains the tokens at which a server stops, if known.
 
-    The usual assistant header is taken from the first prompt that has one. `prompts` lists the prompts to search: n
-    stands for the prompt after n messages.
+    The assistant header is taken from the first prompt that has one. `prompts` lists the prompts to search, each by its
+    number of messages.
 
     With `prompt_ends`, prompts that end like an earlier prompt are not traced again.
     """

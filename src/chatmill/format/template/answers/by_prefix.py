@@ -18,7 +18,7 @@ RenderText = Callable[[int, bool], str]
 
 
 class PrefixAnswer(NamedTuple):
-    """The start and stop of one answer, found by prefix, or None for a position that no prefix determines."""
+    """The start and stop of an answer; None if no prefix determines the position."""
 
     message: int
     start: int | None
@@ -36,8 +36,8 @@ def answers_by_prefix(
 ) -> list[PrefixAnswer]:
     """Return the answer of each message in `assistants`, with None for positions that no prefix determines.
 
-    `ends` contains the tokens at which a server stops. The usual assistant header is taken from the first prompt that
-    has one. `prompts` lists the prompts to search: n stands for the prompt after n messages.
+    `ends` contains the tokens at which a server stops. The assistant header is taken from the first prompt that has
+    one. `prompts` lists the prompts to search, each by its number of messages.
     """
     token = token_pattern(tokens)
 

@@ -109,8 +109,8 @@ def derive(
         full, answers = _enter_fields(trace, full, answers, finder, pattern, text_tokens)
         prefixes = answers_by_prefix(text, assistants, prompts, render_text, tokens.ids, ends, eos)
         for answer, prefix in zip(answers, prefixes, strict=True):
-            # Skip the comparison if a message quotes a control token, which looks like a token of the template in plain
-            # text.
+            # Skip the comparison if a message quotes a control token: in plain text, it looks like a token of the
+            # template.
             quotes = tokens.any_in(_texts_of(record.messages[answer.message]))
             _check_agreement(text, answer, prefix._replace(start=None, stop=None) if quotes else prefix)
         _check_inside(full, answers)

@@ -21,7 +21,7 @@ WAITING = 20.0
 GRACE = 1.0
 """Extra seconds before a process is killed, so that it can stop by itself and report the line of the template."""
 START_SECONDS = 600.0
-"""Maximum seconds for a fork server to start, with a large margin for busy machines."""
+"""Maximum seconds for a fork server to start. Busy machines need a large margin."""
 POLL_SECONDS = 0.1
 HEADER = struct.Struct("<Q")
 

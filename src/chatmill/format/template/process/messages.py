@@ -110,7 +110,7 @@ class RecordFault(msgspec.Struct, tag="record", frozen=True):
 
 
 class TemplateFault(msgspec.Struct, tag="template", frozen=True):
-    """The response if a template cannot be used, for which the renderer raises a `DataError`."""
+    """The template cannot be used; the renderer raises a `DataError`."""
 
     what: str
 
