@@ -4,8 +4,8 @@
       u E A a E U v E A b E      only the second: the first user turn is incomplete
     U u E A a   U v E A b E      none: the first answer is not closed, which also excludes the answers after it
 
-`TurnRenderer` masks all other answers if the format sets `requires_user`. `prepare` and `render` select again in
-truncated rows, and `cut_blocks` selects in each block.
+`TurnRenderer` masks all other answers if the format sets `requires_user`. `prepare` and `render` select answers again
+in truncated rows, and `cut_blocks` selects them in each block.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def turn_states(rows: Rows) -> TurnStates:
 
 
 def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> NDArray[np.uint8]:
-    """For each turn, return the rule that excludes it as an answer, or ALLOWED.
+    """For each turn, return the rule that excludes it from training, or ALLOWED.
 
     `start` and `stop` are the bounds of the turn's row or block.
     """

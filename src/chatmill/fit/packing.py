@@ -75,7 +75,7 @@ def pack(rows: Rows, capacity: int, *, seed: Seed | None = None, window: int = W
 
     aaa | bb | cccc, capacity 5  ->  cccc | aaa bb        positions 0123 | 012 01, segments 0000 | 000 11
 
-    Each `window` consecutive rows are packed separately, which limits memory. The window's index is part of the seed
+    Rows are packed in groups of `window` consecutive rows, which limits memory. The window's index is part of the seed
     that permutes its bins.
     """
     if window < 1:

@@ -111,7 +111,7 @@ def _check(place: str, ranks: Mapping[bytes, int], special: Mapping[str, int]) -
     """Raise for errors that would make tiktoken panic while loading or encoding."""
     missing = sum(bytes([byte]) not in ranks for byte in range(256))
     if missing:
-        raise DataError(f"{place}: {missing} of the 256 single bytes have no rank; the file is incomplete")
+        raise DataError(f"{place}: the rank is missing for {missing} of the 256 single bytes; the file is incomplete")
     if len({*ranks.values(), *special.values()}) < len(ranks) + len(special):
         raise DataError(f"{place}: two tokens have the same id; expected a unique id for each token")
 

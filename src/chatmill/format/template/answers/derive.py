@@ -99,8 +99,7 @@ def derive(
     if mask == "tags":
         answers = answers_by_tags(full, assistants)
     else:
-        # Trace every prompt if guards are needed; otherwise skip prompts that end with the same literals as an earlier
-        # prompt.
+        # If guards are needed, trace every prompt. Otherwise skip prompts that end like an earlier prompt.
         skip = None if cacheable else prompt_ends
         answers = answers_by_origin(full, assistants, prompts, render_traced, tokens, ends, eos, skip)
         headers = template.headers(pattern)
@@ -181,7 +180,7 @@ def _enter_fields(
 
 
 def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: AnswerSpan, prompt_only: str) -> int:
-    """Return the length of the common prefix of `prompt_only` and the answer's own text, and add guards on it."""
+    """Return the length of the common prefix of `prompt_only` and the answer's own text. Add guards for it."""
     place = common = 0
     for piece in pieces:
         begins, place = place, place + len(piece.text)

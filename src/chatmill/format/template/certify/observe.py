@@ -1,4 +1,4 @@
-"""Render one conversation per record shape and the user's records, to observe how a chat template behaves."""
+"""Observe how a chat template renders one conversation per record shape, and the user's records."""
 
 from __future__ import annotations
 

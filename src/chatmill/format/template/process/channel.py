@@ -60,8 +60,7 @@ class ForkServer:
                     start_new_session=True,
                 )
         except (OSError, TypeError) as error:
-            # Popen raises TypeError if `sys.executable` is None, which means that the path of the interpreter is
-            # unknown.
+            # Popen raises TypeError if `sys.executable` is None.
             self._control.close()
             what = f"the process that runs chat templates cannot be started ({one_line(str(error), 200)})"
             raise DataError(f"{what}; check that {one_line(str(sys.executable), 200)} can be run") from None
@@ -165,7 +164,7 @@ class Channel:
         clock.check_sometimes()
 
     def end(self) -> int | None:
-        """Kill the process if it is running, and return its exit code (negative for a signal) or None if unknown."""
+        """Kill the process if it is running. Return its exit code, negative for a signal, or None if unknown."""
         try:
             self._leash.shutdown(socket.SHUT_WR)
             self._leash.settimeout(60)

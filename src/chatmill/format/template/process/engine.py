@@ -102,8 +102,8 @@ class TemplateEngine:
         except RecordError:
             if not request.cacheable:
                 raise
-            # Try again without guards, because recording guards renders additional prompts, whose errors must not
-            # reject the record.
+            # Try again without guards: recording them renders more prompts, and their errors must not reject the
+            # record.
             derived = attempt(False)
         steps = derived.steps
         if steps is not None:
