@@ -33,7 +33,7 @@ NOTED = {
 
 
 class TurnStates(NamedTuple):
-    """Arrays over turns; consecutive tokens outside turns count as a turn without a role."""
+    """The turns of rows, as arrays. Consecutive tokens outside turns count as a turn without a role."""
 
     first: Index
     """Index of the first span of the turn."""

@@ -195,8 +195,8 @@ def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Tr
 
 
 def _exchanges(rows: Rows, capacity: int) -> Truncation:
-    """Keep the head and as many complete exchanges from the end as fit. If the last exchange does not fit, keep the
-    row.
+    """Keep the head and as many complete exchanges from the end as fit. If the last exchange does not fit, keep the row
+    as it is.
 
         system | user asst | user asst tool asst | user asst | user      too long
         system | user asst | user asst tool asst | user asst             remove what follows the last trained exchange
