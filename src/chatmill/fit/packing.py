@@ -104,9 +104,8 @@ def _check(lengths: Index, capacity: int) -> None:
     row, length = wrong[0], lengths[wrong[0]]
     if length < 1:
         raise DataError(f"row {row} has {length} tokens; expected at least 1; drop it first")
-    raise DataError(
-        f"row {row} has {length} tokens, more than the capacity of {capacity}; truncate it or split it into blocks first"
-    )
+    what = f"row {row} has {length} tokens, more than the capacity of {capacity}"
+    raise DataError(f"{what}; truncate it or split it into blocks first")
 
 
 def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> list[tuple[int, int, int]]:

@@ -234,8 +234,8 @@ def text_tokens(seen: Observations) -> Finding:
         written += sum(match[0] in ids for match in seen.renderer.control_tokens.find(literals))
     details = {"control_tokens": len(ids), "written": written, "in_row": count, "from_text": list(from_text)}
     if count != written:
-        what = f"the rows contain {count} control tokens, but the template outputs only {written}: text became control tokens"
-        return Finding("text_tokens", Level.FAIL, what, details)
+        what = f"the rows contain {count} control tokens, but the template outputs only {written}"
+        return Finding("text_tokens", Level.FAIL, f"{what}: text became control tokens", details)
     what = f"all {len(ids)} control tokens are plain text inside messages"
     if from_text:
         what += f"; added tokens in messages are encoded as in transformers: {one_line(' '.join(from_text), 200)}"
