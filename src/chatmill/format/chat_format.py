@@ -69,8 +69,7 @@ class ChatFormat:
     body: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_BODY))
     """Templates for reasoning, a tool call and the list of tools, each with one `{}`."""
     requires_user: bool = False
-    """Whether to train only on complete answers that follow a complete user turn, and to keep whitespace between turns.
-    """
+    """Whether to train only on complete answers after a complete user turn, and to keep whitespace between turns."""
 
     def split(self, text: str) -> list[tuple[str | None, str]]:
         """Split `text` into pieces: (key, token) for a control token and (None, text) for other text."""
