@@ -49,10 +49,10 @@ TOKEN = re.compile(
 AFTER = "{} *after*"
 BEFORE = "{} *before*"
 MORE = "not {}, *written*"
-LEGEND = """The last column lists tokens that only chatmill or only the tagged version trains, with the reason.
-*after* marks a token after the end of the turn, where a server has already stopped; the token is context.
-*before* marks a token that the prompt already contains; the token is context.
-*written* marks a token that the model has to generate so that a server stops; the token is trained."""
+LEGEND = """The last column lists the tokens on which the two masks differ.
+*after* marks a token after the end of the turn. Only the tagged version trains on it.
+*before* marks a token that is part of the prompt. Only the tagged version trains on it.
+*written* marks a token that the model has to generate so that a server stops. Only chatmill trains on it."""
 
 
 class Line(NamedTuple):
@@ -218,7 +218,7 @@ def markdown(table: Sequence[Line]) -> str:
     certified = sum(line.certified for line in table)
     both = sum(line.starts > 0 and line.stops > 0 for line in table)
     out = [
-        f"{certified} of {len(table)} templates pass `certify`; both derivations apply to {both} templates.",
+        f"{certified} of {len(table)} templates pass `certify`. Both methods find answers in {both} templates.",
         "",
         LEGEND,
         "",

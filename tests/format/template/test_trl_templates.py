@@ -222,7 +222,7 @@ def test_the_page_on_templates_has_the_table_that_the_command_prints(table):
     assert list(shown) == ORIGINALS and len(ORIGINALS) == 41
     certified = sum("| yes |" in row for row in shown.values())
     assert certified == 40
-    assert f"\n{certified} of {len(ORIGINALS)} templates pass `certify`; both derivations apply to " in page
+    assert f"\n{certified} of {len(ORIGINALS)} templates pass `certify`. Both methods find answers in " in page
     made = module.markdown(lines)
     # The totals at the top of the table cover all templates.
     head, _, rows = made.partition("|---|---|---:|---:|---|\n")
