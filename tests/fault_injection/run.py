@@ -129,9 +129,8 @@ def page_part(trials: Sequence[Trial], results: Sequence[Tally], *, seed: int, s
         "",
     ]
     for trial, tally in zip(trials, results, strict=True):
-        notes = "".join(f" {count:,} {name}." for name, count in tally.notes.items())
         skipped = f" Skipped: {tally.skipped}." if tally.skipped else ""
-        line = f"- **{trial.name}**: {trial.does}.{notes}{skipped}"
+        line = f"- **{trial.name}**: {trial.does}.{skipped}"
         lines += wrap(line, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
 

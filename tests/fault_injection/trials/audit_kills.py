@@ -119,8 +119,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "kill at random moments, audit log",
-    "Kills a loop that reads mixed, packed batches, logs them a few bytes at a time and saves its state. Afterwards "
-    "the log must verify with the saved head, and the log and the state must be at the same step",
+    "Kills a loop that reads batches, writes an audit log and saves its state. The log must verify, and the log and "
+    "the state must be at the same step",
     work,
     full=50,
     short=3,

@@ -82,8 +82,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "kill at random moments, cache",
-    "Kills processes that fetch objects through a shared cache, which is too small for all objects. Every read must "
-    "return the right bytes, the other processes must continue, and the cache must stay within its size limit",
+    "Kills processes that read objects through a shared cache. Every read must return the right bytes, and the "
+    "cache must stay within its size limit",
     work,
     full=100,
     short=6,

@@ -80,8 +80,8 @@ def train(place: Path, path: Path, at: int, *, verify: bool) -> int:
 
 TRIAL = Trial(
     "data changed during training",
-    "Flips a bit of a file before or during `train --verify`, or stores an id outside the vocabulary and trains "
-    "without `--verify`. The run must stop with a one-line error",
+    "Flips a bit of a file before or during `train --verify`, or stores an id outside the vocabulary. The run must "
+    "stop with a one-line error",
     work,
     full=60,
     short=3,

@@ -97,8 +97,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "power loss, writing checkpoints",
-    "Replays every step of writing checkpoints on a simulated disk that loses unsynced data in four ways. The newest "
-    "checkpoint must be complete and must open",
+    "Replays every step of writing checkpoints on a simulated disk that loses unsynced data. The newest checkpoint "
+    "must be complete",
     work,
     full=4,
     short=1,

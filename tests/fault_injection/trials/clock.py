@@ -135,8 +135,8 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 BUILDS = Trial(
     "clock jumps, prepare",
-    "Builds, resumes killed builds and verifies them with a clock that is decades off or jumps at every read, and "
-    "with file times spread over two centuries. The dataset bytes must stay the same",
+    "Builds, resumes and verifies datasets with a clock that is decades off or jumps at every read. The dataset "
+    "bytes must stay the same",
     builds,
     full=150,
     short=6,

@@ -83,9 +83,8 @@ def play(size: int, seed: int, folder: Path, tally: Tally, way: str, *, old: boo
 
 TRIAL = Trial(
     "power loss, building and publishing",
-    "Replays every step of a build on a simulated disk that loses unsynced data in four ways. The build is new, or "
-    "replaces an old dataset by an exchange or by two renames. The target must be absent, or the complete old or new "
-    "dataset",
+    "Replays every step of a build on a simulated disk that loses unsynced data. The target must be absent, or the "
+    "complete old or new dataset",
     work,
     full=60,
     short=10,

@@ -117,15 +117,15 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 BUILDS = Trial(
     "full disk, prepare",
-    "Builds on a file system of random size. The build must print a one-line error and publish nothing, and with "
-    "more space `--resume` must give the same bytes",
+    "Builds on a file system of random size. The build must print a one-line error and publish nothing. With more "
+    "space, `--resume` must give the same bytes",
     work,
     full=100,
     short=4,
 )
 RUNS = Trial(
     "full disk, training",
-    "Trains on a file system of random size. The run must print a one-line error, and with more space it must resume "
+    "Trains on a file system of random size. The run must print a one-line error. With more space, it must resume "
     "to a bitwise identical result",
     runs,
     full=40,

@@ -210,9 +210,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "hostile checkpoints",
-    "Changes checkpoints: values of other types in checkpoint.json, with a matching hash; unlisted files; FIFOs, "
-    "links and folders instead of files; moved cursors. The run must resume to the same weights, or be refused with "
-    "a one-line error",
+    "Changes values and files of checkpoints, with matching hashes. The run must resume to the same weights, or be "
+    "refused with a one-line error",
     work,
     full=400,
     short=9,

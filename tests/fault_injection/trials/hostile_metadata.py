@@ -120,9 +120,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "hostile metadata",
-    "Writes metadata that has a correct hash, but wrong sizes or counts, `..` in names, numbers out of range, or "
-    "values of other types. The dataset must be refused with a one-line error or give exactly the original rows, and "
-    "no file outside the dataset may be opened",
+    "Writes metadata with a correct hash, but with wrong sizes, counts, names or types. The dataset must be refused "
+    "with a one-line error or give the original rows. No file outside the dataset may be opened",
     work,
     full=10_000,
     short=100,

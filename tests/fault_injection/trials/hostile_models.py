@@ -238,9 +238,8 @@ def save_hugging_face(folder: Path) -> Path:
 
 TRIAL = Trial(
     "hostile model folders",
-    "Puts FIFOs, devices, links, pickles, code, and wrong headers and configs into model folders of chatmill and of "
-    "transformers. Each folder must be refused with a one-line error, with little memory and time, and without "
-    "executing code",
+    "Puts FIFOs, devices, links, pickles, code and wrong headers into model folders. Each folder must be refused "
+    "with a one-line error, without executing code",
     work,
     full=460,
     short=40,

@@ -195,16 +195,16 @@ def descriptors(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 EXCHANGED = Trial(
     "datasets replaced while read",
-    "Opens and reads a dataset while another process exchanges it continuously with another one, and reads an open "
-    "dataset after it was replaced. Reading must give the rows of the dataset that was opened, or a one-line error",
+    "Opens and reads a dataset while another process keeps replacing it. Reading must give the rows of the dataset "
+    "that was opened, or a one-line error",
     exchange,
     full=3_000,
     short=60,
 )
 CUT = Trial(
     "files truncated while read",
-    "Truncates a file of a dataset while a loader has it open. The loader must give the right batches, or a one-line "
-    "error that names the file",
+    "Truncates a file of a dataset while a loader has it open. The loader must give the right batches, or a "
+    "one-line error that names the file",
     cut,
     full=600,
     short=12,
@@ -212,9 +212,8 @@ CUT = Trial(
 )
 PARTIAL = Trial(
     "interrupted copies",
-    "Interrupts a copy of a dataset after any number of files, in any order. Opening and verifying must fail. A part "
-    "with none of the files that only chatmill writes is read as a dataset from another program, and must open only "
-    "if its files are consistent",
+    "Interrupts a copy of a dataset after any number of files. Opening and verifying must fail. A copy without any "
+    "of the files that only chatmill writes may open, if its files are consistent",
     partial,
     full=2_000,
     short=40,

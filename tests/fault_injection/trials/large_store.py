@@ -103,8 +103,8 @@ def _batches(loader: Any) -> Iterator[Any]:
 
 TRIAL = Trial(
     "dataset larger than memory",
-    "Writes, reads, scans, loads in random order and fully verifies a dataset four times as large as the memory "
-    "limit of the process. The rows must be those that were stored",
+    "Writes, reads, loads and verifies a dataset that is four times as large as the memory limit of the process. "
+    "The rows must be those that were stored",
     work,
     full=120,
     short=24,

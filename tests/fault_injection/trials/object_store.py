@@ -201,10 +201,9 @@ def raced(before: dict[str, bytes], job: Job, other: Job, way: str, tally: Tally
 
 TRIAL = Trial(
     "kill at every write, object store",
-    "Replays a build to an object store, new and over an old dataset, up to each of its writes, and then runs "
-    "`clean`. Also kills the build before each write and resumes it, and runs another build at the same time. The "
-    "target must be absent, or the complete old or new dataset; of two builds, one must be published and the other "
-    "refused with a one-line error",
+    "Stops a build to an object store at each of its writes, and then resumes it or runs `clean`. The target must "
+    "be absent, or the complete old or new dataset. If two builds run at the same time, one must be published and "
+    "the other refused with a one-line error",
     work,
     full=60,
     short=12,
@@ -271,8 +270,8 @@ def _flipped(data: bytes, rng: random.Random) -> bytes:
 
 DAMAGED = Trial(
     "damage, object store",
-    "Flips bits of objects, or truncates, extends, removes or exchanges them, and reads the dataset through an empty "
-    "cache and with `verify --full`. The result must be a one-line error about the object, never wrong rows",
+    "Flips bits of objects, or truncates, extends, removes or exchanges them. Reading the dataset must give a "
+    "one-line error about the object, never wrong rows",
     damaged_objects,
     full=300,
     short=20,

@@ -305,10 +305,8 @@ def old_dataset_that_cannot_be_removed(rounds: Rounds, tally: Tally) -> None:
 
 TRIAL = Trial(
     "unlisted files in a replaced folder",
-    "Puts notes, repositories, models, tokenizers, unlisted shards, links and pipes into a folder that prepare or "
-    "reweigh replaces: before the command, at any operation of publishing, and among the leftovers of a killed "
-    "build. Also tries files that are named like metadata but contain other data. The command must refuse with a "
-    "one-line error before any work, or keep the files and print a warning with their location",
+    "Puts notes, repositories, models, links and other files into a folder that a command replaces, before or "
+    "during the command. The command must refuse with a one-line error, or keep the files and print a warning",
     work,
     full=64,
     short=5,

@@ -180,9 +180,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "killed torchrun rank",
-    "Kills one of two ranks in a random step. The other rank must exit with a one-line error, or torchrun must end "
-    "it; after a restart by torchrun or by the next command, weights, optimizer state and losses must be bitwise "
-    "equal to those of an uninterrupted run",
+    "Kills one of two ranks in a random step. The other rank must end. After a restart, weights, optimizer state "
+    "and losses must be bitwise equal to those of an uninterrupted run",
     work,
     full=12,
     short=1,

@@ -127,9 +127,9 @@ def escaped(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 ESCAPED = Trial(
     "Python code in a template process",
-    "Runs Python code in a template process, as a template that has escaped from Jinja could, with a secret in the "
-    "parent's environment. Files, sockets, processes and other system calls must be refused, memory and time must be "
-    "limited, and the environment must be empty",
+    "Runs Python code in a template process, like a template that has escaped from Jinja. System calls that open "
+    "files or sockets or start processes must be refused. Memory and time must be limited, and the environment must "
+    "be empty",
     escaped,
     full=400,
     short=17,
@@ -138,9 +138,8 @@ ESCAPED = Trial(
 
 TRIAL = Trial(
     "hostile chat templates",
-    "Renders templates that loop, grow, exhaust time or memory in one operation, access Python's internals in "
-    "randomly generated ways, fail, or have broken bytes, with a secret in the environment. Each template must be "
-    "refused with a one-line error or be harmless, and the secret must never leak",
+    "Renders templates that loop, exhaust memory, access Python's internals or fail, with a secret in the "
+    "environment. Each template must be harmless or be refused with a one-line error. The secret must never leak",
     work,
     full=1500,
     short=16,

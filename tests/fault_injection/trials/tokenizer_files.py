@@ -158,8 +158,8 @@ def liars(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 MUTANTS = Trial(
     "mutated tokenizers",
-    "Mutates `tokenizer.json`: broken bytes, or parts of another type. The result must be a one-line error, or the "
-    "ids that `tokenizers` gives for the same file, all within the vocabulary, and none a control token",
+    "Changes bytes and values in `tokenizer.json`. The result must be a one-line error, or the same ids as with "
+    "`tokenizers`",
     mutants,
     full=4_000,
     short=100,
@@ -167,8 +167,8 @@ MUTANTS = Trial(
 )
 LIARS = Trial(
     "wrong vocabulary sizes",
-    "Uses tokenizers that report a vocabulary that is too small for their ids and targets. Ids outside the reported "
-    "vocabulary must be refused before anything is stored",
+    "Uses tokenizers that report too small a vocabulary. Ids outside the vocabulary must be refused before anything "
+    "is stored",
     liars,
     full=200,
     short=12,

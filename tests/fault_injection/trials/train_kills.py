@@ -131,8 +131,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "kill at random moments, training",
-    "Kills one training run at random moments and resumes it each time. Weights, optimizer state and every loss must "
-    "be bitwise equal to those of an uninterrupted run, and the audit log must verify",
+    "Kills one training run at random moments and resumes it each time. Weights, optimizer state and losses must be "
+    "bitwise equal to those of an uninterrupted run, and the audit log must verify",
     work,
     full=20,
     short=2,

@@ -77,8 +77,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "two concurrent builds of one target",
-    "Runs two builds of one target at once; either the first is paused in the middle, or neither is. The second build "
-    "must wait or be refused with a one-line error, and the target must be complete",
+    "Runs two builds of one target at once. The second build must wait or be refused with a one-line error, and the "
+    "target must be complete",
     work,
     full=100,
     short=4,

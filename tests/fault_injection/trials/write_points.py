@@ -133,16 +133,16 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 BUILDS = Trial(
     "kill at every write, prepare",
-    "Kills a build at each write, sync and rename, with and without an older dataset at the target. The target must "
-    "be the old dataset, the new one or absent, and the resumed build must be byte-identical to an uninterrupted one",
+    "Kills a build at each write, sync and rename. The target must be absent, or the complete old or new dataset. "
+    "The resumed build must give the same bytes as an uninterrupted one",
     builds,
     full=10_000,
     short=12,
 )
 RUNS = Trial(
     "kill at every write, training",
-    "Kills a run at each disk operation that writes a checkpoint or the audit log. The resumed run must be bitwise "
-    "equal to an uninterrupted run, and the log must verify",
+    "Kills a run at each operation that writes a checkpoint or the audit log. The resumed run must be bitwise equal "
+    "to an uninterrupted run, and the log must verify",
     runs,
     full=10_000,
     short=6,
