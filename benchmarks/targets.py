@@ -97,7 +97,7 @@ TARGETS = [
         0,
     ),
     Target(
-        "chat templates: share of templates proved by two derivations",
+        "chat templates: share of templates in which both methods find answers",
         0.5,
         lambda r: r["certify"]["both_derivations"] / r["certify"]["templates"],
     ),
