@@ -114,7 +114,7 @@ def compared(trial: Trial, data: str) -> dict[str, Any]:
 def table(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
     yield (
         "| template | data | TRL | equal records | different records | records refused by chatmill, TRL, both "
-        "| tokens trained by both | tokens trained only by chatmill | tokens trained only by TRL |"
+        "| tokens in both masks | tokens only in chatmill's mask | tokens only in TRL's mask |"
     )
     yield "|---|---|---|---:|---:|---:|---:|---:|---:|"
     for trial, data, result in results:
@@ -137,8 +137,8 @@ def reasons(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
         for each in result["reasons"]:
             sums.setdefault((name, each["text"]), Counter()).update({column: each[column] for column in COLUMNS})
     yield (
-        "| template | reason | records | tokens trained only by chatmill | tokens trained only by TRL "
-        "| tokens trained by neither |"
+        "| template | reason | records | tokens only in chatmill's mask | tokens only in TRL's mask "
+        "| tokens in neither mask |"
     )
     yield "|---|---|---:|---:|---:|---:|"
     for (name, why), counts in sums.items():
