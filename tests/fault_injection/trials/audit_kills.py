@@ -119,8 +119,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "kill at random moments, audit log",
-    "Kills a loop that reads batches, writes an audit log and saves its state. The log must verify, and the log and "
-    "the state must be at the same step",
+    "Kills a loop that reads batches, writes an audit log and saves its state. `audit verify` must accept the log, "
+    "and the log and the state must be at the same step",
     work,
     full=50,
     short=3,

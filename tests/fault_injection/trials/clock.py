@@ -144,7 +144,7 @@ BUILDS = Trial(
 RUNS = Trial(
     "clock jumps, training",
     "Kills and resumes runs with a clock that is decades off or jumps at every read. Weights and optimizer state "
-    "must be bitwise equal to those of an uninterrupted run, and the audit log must verify",
+    "must be bitwise equal to those of an uninterrupted run, and `audit verify` must accept the log",
     runs,
     full=40,
     short=2,

@@ -125,8 +125,8 @@ BUILDS = Trial(
 )
 RUNS = Trial(
     "full disk, training",
-    "Trains on a file system of random size. The run must print a one-line error. With more space, it must resume "
-    "to a bitwise identical result",
+    "Trains on a file system of random size. The run must print a one-line error. With more space, the resumed run "
+    "must give a bitwise identical result",
     runs,
     full=40,
     short=2,

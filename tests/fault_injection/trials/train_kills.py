@@ -132,7 +132,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 TRIAL = Trial(
     "kill at random moments, training",
     "Kills one training run at random moments and resumes it each time. Weights, optimizer state and losses must be "
-    "bitwise equal to those of an uninterrupted run, and the audit log must verify",
+    "bitwise equal to those of an uninterrupted run, and `audit verify` must accept the log",
     work,
     full=20,
     short=2,

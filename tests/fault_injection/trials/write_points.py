@@ -142,7 +142,7 @@ BUILDS = Trial(
 RUNS = Trial(
     "kill at every write, training",
     "Kills a run at each operation that writes a checkpoint or the audit log. The resumed run must be bitwise equal "
-    "to an uninterrupted run, and the log must verify",
+    "to an uninterrupted run, and `audit verify` must accept the log",
     runs,
     full=10_000,
     short=6,
