@@ -214,7 +214,7 @@ def _load(found: Any) -> list[Line]:
             Line(
                 f"load a batch of {shape['name']}",
                 seconds(ms["ours"] / 1e3),
-                f"a plain copy of its {shape['batch_bytes'] / 1e6:.2f} MB, {copy}",
+                f"a plain copy of the same {shape['batch_bytes'] / 1e6:.2f} MB, {copy}",
                 shape["copy_share"],
                 f"datasets {found['versions']['datasets']}, TRL {found['versions']['trl']}'s collator",
                 seconds(ms["peer"] / 1e3),

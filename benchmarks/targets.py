@@ -102,7 +102,7 @@ TARGETS = [
         lambda r: r["certify"]["both_derivations"] / r["certify"]["templates"],
     ),
     Target(
-        "packing: rows in different bins than with best fit decreasing",
+        "packing: rows that differ from best-fit decreasing",
         0,
         lambda r: 0 if r["pack"]["plan"]["figures"]["equal_to_naive"] else 1,
         "",
@@ -187,7 +187,7 @@ TARGETS = [
         1,
     ),
     Target(
-        "batches of (16, 4096): time with an audit log",
+        "batches of (16, 4096): slowdown with an audit log",
         1.3,
         lambda r: _shape(r, 1)["batch_ms"]["logged"] / _shape(r, 1)["batch_ms"]["ours"],
         " times",
@@ -216,12 +216,12 @@ TARGETS = [
         most=True,
     ),
     Target(
-        "loading from a bucket, cold: used share of a 100 MB/s link until the first batch",
+        "loading from a bucket, cold: share of a 100 MB/s link used until the first batch",
         0.8,
         lambda r: r["remote"]["cold_first"],
     ),
     Target(
-        "loading from a bucket, cold: used share of a 100 MB/s link over a shuffled epoch",
+        "loading from a bucket, cold: share of a 100 MB/s link used over a shuffled epoch",
         0.8,
         lambda r: r["remote"]["cold_epoch"],
         left="a shuffled epoch needs nearly all files for its first batch, so downloading and loading do not overlap.",

@@ -89,7 +89,7 @@ def targets(found: dict[str, Found]) -> Iterator[tuple[str, bool]]:
     for line, peer in pairs(good):
         ours, theirs = good[line.name], good[peer.name]
         yield f"{line.name}: no slower than {peer.name}", ours["tokens_per_s"] >= theirs["tokens_per_s"]
-        yield f"{line.name}: not more memory than {peer.name}", ours["gib"] <= theirs["gib"]
+        yield f"{line.name}: no more memory than {peer.name}", ours["gib"] <= theirs["gib"]
 
 
 def pairs(found: dict[str, Found]) -> Iterator[tuple[TrainLine, TrainLine]]:
