@@ -92,7 +92,7 @@ def test_rows_that_differ_from_a_peer_are_counted_and_explained(run):
         "peer_alone": 10,
         "peer_alone_cut": 10,
     }
-    assert "90 of the resulting conversations have the same ids and mask, and 10 differ: these have more" in " ".join(
+    assert "90 of the resulting conversations have the same ids and mask, and 10 differ: they have more" in " ".join(
         page.page(run).split()
     )
     run["prepare"]["peers"]["trl"]["differ"]["peer_alone_cut"] = 9
