@@ -96,7 +96,7 @@ def test_a_check_that_hangs_is_a_row_of_the_table(tmp_path, monkeypatch):
 def test_missing_and_read_only_folders_are_distinguished(tmp_path, monkeypatch):
     rendezvous = rank_checks.Rendezvous(0, 1, 1.0)
     [row] = rank_checks.shared_folder(rendezvous, tmp_path / "nowhere", ["a"])
-    assert (row.status, row.right) == ("FAIL", "a folder that all ranks can write")
+    assert (row.status, row.right) == ("FAIL", "a folder that all ranks can write to")
     assert row.value == f"{tmp_path / 'nowhere'}: no such folder; create it or use another folder"
 
     def refuse(path, data):

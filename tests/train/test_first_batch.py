@@ -166,8 +166,8 @@ def test_a_small_share_of_trained_tokens_causes_a_warning(dataset):
     data = dataset(*[talk("x" * 900, "Yes")] * 4)
     first = first_of(data, block_size=1000)
     assert first.warnings == [
-        f"only {16 / first.tokens:.2%} of the tokens in the first batch are trained; chatmill stats {data} shows the "
-        "share of trained tokens in the dataset"
+        f"the loss mask includes only {16 / first.tokens:.2%} of the tokens in the first batch; chatmill stats {data} "
+        "shows the share of trained tokens in the dataset"
     ]
 
 

@@ -229,7 +229,7 @@ def test_adapters_load_from_any_directory_without_a_network(base, sums_data, tmp
     (there / "moved" / "model.safetensors").write_bytes(weights)
     changed = (
         rf"copy: these adapters were trained on {here / 'model'} with weights \w{{12}}…, "
-        r"but moved has \w{12}…; use the"
+        r"but moved has weights \w{12}…; use the"
     )
     with pytest.raises(DataError, match=changed):
         open_ready("copy", "cpu", base_model="moved")

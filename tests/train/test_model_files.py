@@ -167,7 +167,7 @@ def test_a_weight_that_transformers_would_initialize_randomly_is_an_error(tmp_pa
         kept[name] = {**header[name], "data_offsets": [at, at + stop - start]}
         out, at = out + data[start:stop], at + stop - start
     write_header(path, {"__metadata__": {"format": "pt"}, **kept}, out)
-    with pytest.raises(DataError, match=r"the weight files have no model.norm.weight, .*\(1 weights are missing\)"):
+    with pytest.raises(DataError, match=r"the weight files have no model.norm.weight, .*\(missing weights: 1\)"):
         open_model(folder)
 
 

@@ -284,7 +284,7 @@ def weights_of_run(checkpoint) -> dict[str, torch.Tensor]:
 def test_resuming_with_another_optimizer_is_refused(sums_data, tmp_path):
     trained(sums_data, tmp_path, max_iters=2, save_interval=1)
     with pytest.raises(
-        UsageError, match="was written with optimizer adamw, but the config has adafactor; resume with adamw"
+        UsageError, match="was written with optimizer adamw, but the config selects adafactor; resume with adamw"
     ):
         trained(sums_data, tmp_path, resume="auto", optimizer="adafactor")
 

@@ -60,7 +60,7 @@ def mix_of_zeros(folder: Path) -> Path:
             mask_of_zeros,
             {},
             "the loss mask does not mark any of the 20 tokens; write the mask again, or set use_loss_mask to false to "
-            "train all tokens",
+            "train on all tokens",
         ),
         (
             metadata_of_zeros,

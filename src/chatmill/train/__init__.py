@@ -1,6 +1,6 @@
-"""Training: models, losses, the optimizer step, the loop and its checkpoints.
+"""Training: models, losses, the training loop and checkpoints.
 
-    TrainConfig, train_model, TrainResult         the configuration of a run; train with it; the result
+    TrainConfig, train_model, TrainResult         the configuration, training and result of a run
     GPT, GPTSizes, CausalModel, MODEL_FAMILIES    chatmill's own model; the model interface, and all model families
     LossFunction, weighted_loss, Losses, LMHead   the loss interface, and the default cross entropy
     Inputs, TrainedPositions, by_segment          a batch on the model's device; the loss of each conversation

@@ -1,8 +1,8 @@
 """Count the bytes that a forward pass keeps for the backward pass, without computing or allocating any tensors.
 
-The model runs once on fake tensors, which have shapes and dtypes but no storage, and hooks record each tensor that
-autograd saves. Counting fails if an architecture uses operations that do not support fake tensors. Layers of the same
-shape save the same number of bytes, so at most two layers of each shape run.
+The model runs once on fake tensors, which have shapes and dtypes but no storage. Hooks record each tensor that autograd
+saves. At most two layers of each shape run, because layers of the same shape save the same number of bytes. Counting
+fails if an architecture uses operations that do not support fake tensors.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ from chatmill.train.model_shape import layers_of
 from chatmill.train.quiet import quiet_logs
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_grouped_mm")
-"""Operators whose results a compiled layer does not recompute, in addition to custom operators."""
+"""Operators whose results a compiled layer keeps."""
 ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable")
-"""Attention operators, whose results a compiled layer does not recompute. On a GPU, a compiled layer also keeps the
-inputs of attention, which are results of a custom operator.
-"""
+"""Attention operators, whose results a compiled layer keeps. On a GPU, the layer also keeps their inputs."""
 OUTSIDE = -1
-"""The key for tensors that no layer creates."""
+"""Layer index of tensors that no layer creates."""
 COUNTED = "chatmill_counted"
 
 
@@ -46,15 +44,13 @@ class LayerBytes:
     eager: int
     """Bytes of activations that autograd saves."""
     compiled: int
-    """Bytes of activations that a compiled layer keeps; the results of elementwise operators are recomputed instead."""
+    """Bytes of activations that a compiled layer keeps; it recomputes the results of elementwise operators."""
     compiled_inputs: int
-    """Like `compiled`, but the inputs of matrix products are also kept, which is torch's default."""
+    """Like `compiled`, but the layer also keeps the inputs of matrix products, as torch does by default."""
     input: int
     """Bytes of the layer's input, which is all that activation checkpointing keeps."""
     casts: int
-    """Bytes of the weight copies in compute precision that an eager layer keeps; a compiled layer repeats the cast
-    instead.
-    """
+    """Bytes of weight copies in compute precision that an eager layer keeps."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +63,14 @@ class ActivationBytes:
 
 
 def count_activations(model: CausalModel, rows: int, length: int, *, on_gpu: bool) -> ActivationBytes:
-    """Count the bytes that a forward pass over tokens of shape (rows, length) keeps for the backward pass. The weights
-    of `model` are replaced with fake tensors.
+    """Count the bytes that a forward pass over tokens of shape (rows, length) keeps for the backward pass.
 
-    With `on_gpu`, assume FlexAttention, which does not materialize the mask.
+    The weights of `model` are replaced with fake tensors. With `on_gpu`, assume FlexAttention, which does not
+    materialize the mask.
     """
     blocks = layers_of(model)
     shapes = [_shape_of(block) for block in blocks]
-    # Run two layers of each shape and use the counts of the second: the first layer of the model is a special case,
+    # Run two layers of each shape and use the counts of the second. The first layer of the model is a special case,
     # because its input is not the output of another layer.
     with few_fake_layers(model, of_each=2) as counted, quiet_logs(logging.ERROR):
         recorder = _Recorder(model, [blocks[index] for index in counted], on_gpu=on_gpu)
@@ -94,7 +90,6 @@ def count_activations(model: CausalModel, rows: int, length: int, *, on_gpu: boo
 
 
 def _use_fake_weights(model: nn.Module) -> None:
-    """Replace all weights and buffers with fake CPU tensors of the same shapes; tied weights stay tied."""
     fakes: dict[int, Any] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):
@@ -116,9 +111,7 @@ def _shape_of(block: nn.Module) -> tuple[Any, ...]:
 
 @contextmanager
 def few_fake_layers(model: CausalModel, *, of_each: int) -> Iterator[list[int]]:
-    """Give the model fake weights and keep at most `of_each` layers of each shape; yield the indices of the kept
-    layers.
-    """
+    """Give the model fake weights and at most `of_each` layers of each shape; yield the indices of these layers."""
     blocks = layers_of(model)
     shapes = [_shape_of(block) for block in blocks]
     kept = [index for index, shape in enumerate(shapes) if shapes[:index].count(shape) < of_each]
@@ -151,11 +144,9 @@ class _Recorder(TorchDispatchMode):
         self._parents: dict[int, list[int]] = {}
         """Maps each tensor that a compiled layer can recompute to the inputs of the operator that computed it."""
         self._stored: set[int] = set()
-        """Tensors that a compiled layer does not recompute."""
+        """Tensors that a compiled layer keeps."""
         self._multiplied: set[int] = set()
-        """Tensors that a compiled layer materializes, because they are inputs of matrix products, attention or custom
-        operators.
-        """
+        """Inputs of matrix products, attention and custom operators, which a compiled layer materializes."""
         self._same: dict[int, int] = {}
         """Maps repeated casts of a tensor to the first cast; a compiled layer casts only once."""
         self._cast_to: dict[tuple[int, torch.dtype], int] = {}
@@ -196,16 +187,14 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def store(self, *keys: int) -> None:
-        """Record that a compiled layer does not recompute the tensors with these keys."""
+        """Record that a compiled layer keeps the tensors with these keys."""
         self._stored.update(keys)
 
     def store_tensors(self, *tensors: Any) -> None:
-        """Record that a compiled layer does not recompute these tensors."""
         self.store(*(self._key(each) for each in tensors if isinstance(each, Tensor)))
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Record the operators that run inside the context."""
         hooks = []
         for number, block in enumerate(self._blocks):
             hooks += [
@@ -226,8 +215,7 @@ class _Recorder(TorchDispatchMode):
             self.store_tensors(*tensors)
             if tensors:
                 self._inputs[number] = tensors[0].nbytes
-                # Count the input of a layer as part of that layer, because the layer keeps its input for the backward
-                # pass.
+                # A layer keeps its input for the backward pass, so count the input as part of the layer.
                 self._born[self._key(tensors[0])] = number
             self._where = number
 
@@ -243,7 +231,6 @@ class _Recorder(TorchDispatchMode):
         return tensor
 
     def layers(self) -> list[LayerBytes]:
-        """Return the number of bytes that each layer keeps for its backward pass."""
         return [self._layer(number) for number in range(len(self._blocks))]
 
     def _layer(self, number: int) -> LayerBytes:
@@ -254,8 +241,8 @@ class _Recorder(TorchDispatchMode):
         return LayerBytes(self._size(eager), compiled, with_inputs, self._inputs[number], self._size(casts))
 
     def _cut(self, needed: set[int], stored: set[int]) -> int:
-        """Return the smallest number of bytes to keep so that all needed tensors can be recomputed. As in
-        torch.compile, this is a minimum cut.
+        """Return the fewest bytes to keep so that all needed tensors can be recomputed. Like torch.compile, find a
+        minimum cut.
 
         Each tensor is an edge whose capacity is the size of the tensor in bytes. Cutting an edge means keeping its
         tensor.
@@ -282,7 +269,6 @@ class _Recorder(TorchDispatchMode):
         return networkx.minimum_cut_value(graph, "forward", "backward") if needed else 0
 
     def outside(self) -> int:
-        """Return the number of bytes that are kept outside the layers or shared by several layers."""
         shared = {key for saved in self._saved for key in saved if self._born[key] == OUTSIDE}
         return self._size(shared | set(self._saved[OUTSIDE]))
 
@@ -312,10 +298,9 @@ def _registered(recorder: _Recorder) -> str:
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         q, k = q.to(v.dtype), k.to(v.dtype)
         out = _FlexAttention.apply(q, k, v)
-        # torch.compile does not recompute the inputs of FlexAttention.
+        # A compiled layer keeps the inputs of FlexAttention.
         recorder.store_tensors(q, k, v, out)
-        # transformers passes q, k and v as (rows, heads, length, size) and expects a result of shape (rows, length,
-        # heads, size).
+        # transformers expects a result of shape (rows, length, heads, size).
         return out.transpose(1, 2), None
 
     AttentionInterface.register(COUNTED, attention)

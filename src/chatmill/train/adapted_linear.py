@@ -1,8 +1,7 @@
 """Linear layers that add the output of their LoRA adapter in place, in the forward and the backward pass.
 
-peft computes the outputs of the frozen layer and its adapter as two tensors and adds them, and autograd adds the two
-gradients of the input in the same way. In wide feed-forward layers, the extra output and gradient tensors determine the
-peak memory use.
+In peft, the outputs of the frozen layer and of its adapter are two tensors, which are then added. The two gradients of
+the input are added in the same way. In wide feed-forward layers, these extra tensors determine the peak memory use.
 """
 
 from __future__ import annotations
@@ -64,13 +63,13 @@ def _frozen_weight(layer: Any) -> tuple[Any, ...] | None:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products with `x`: the autocast dtype if autocast is on, else the dtype of `x`."""
+    """Return the autocast dtype if autocast is on, else the dtype of `x`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """Computes x Wᵀ + s · (x Aᵀ) Bᵀ with a frozen W, plain or 4-bit, and the gradients of x, A and B."""
+    """Computes x Wᵀ + s · (x Aᵀ) Bᵀ and the gradients of x, A and B. W is frozen, plain or 4-bit."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, weight: Tensor, *packed: Any) -> Tensor:
@@ -106,8 +105,8 @@ def _unpacked(*packed: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
     return unpack(*packed, shape=shape, dtype=dtype)
 
 
-# Use custom operators, which torch.compile does not trace; a traced version would compute the two products as separate
-# tensors.
+# torch.compile does not trace custom operators. If it traced these functions, it would compute the two products as
+# separate tensors.
 @torch.library.custom_op("chatmill::sum_of_products", mutates_args=())
 def sum_of_products(x: Tensor, weight: Tensor, low_rank: Tensor, factor: Tensor) -> Tensor:
     """Compute x · weight + low_rank · factor without a second tensor of the result's size."""

@@ -1,11 +1,9 @@
-"""Track the lowest val loss of a run, link the checkpoint with this loss as `best`, and stop the run early if the loss
-stops improving.
+"""Track the lowest val loss of a run, link its checkpoint as `best`, and stop early if the loss stops improving.
 
     checkpoints/NAME/best -> step_00000400
 
-The link `best` is replaced after the new checkpoint is published and before the old one is removed, so it always points
-to a complete checkpoint. Every checkpoint stores the state of `BestEval`, so a resumed run stops early at the same step
-as an uninterrupted one.
+The link `best` always points to a complete checkpoint. It is replaced after the new checkpoint is published and before
+the old one is removed. Every checkpoint stores the state of `BestEval`, so a resumed run stops early at the same step.
 """
 
 from __future__ import annotations
@@ -49,27 +47,24 @@ class BestEval:
         return is_best
 
     def stops(self, config: TrainConfig) -> bool:
-        """Whether early stopping ends the run now."""
         return config.early_stop_patience is not None and self.waited >= config.early_stop_patience
 
     def reason(self, config: TrainConfig) -> str:
-        """Return the reason for early stopping, as a phrase for a message."""
+        """Explain why the run stopped early."""
         least = f" by more than {config.early_stop_min_delta:g}" if config.early_stop_min_delta else ""
         below = "" if self.reference is None else f" below {self.reference:.4f}{least}"
         evaluations = "1 evaluation" if self.waited == 1 else f"{self.waited} evaluations"
         return f"val loss has not fallen{below} for {evaluations} (early_stop_patience {config.early_stop_patience})"
 
     def compared(self, is_best: bool, config: TrainConfig) -> str:
-        """Describe how the last val loss compares with the lowest one; return "" if the run does not track the lowest
-        loss.
-        """
+        """Compare the last val loss with the lowest; return "" if the run does not track the lowest loss."""
         if self.loss is None or not (config.keeps_best or config.early_stop_patience):
             return ""
         return ", the lowest so far" if is_best else f"; the lowest was {self.loss:.4f} at step {self.step:,}"
 
     def folder(self, run: Path, *, writing: int | None = None) -> Path | None:
-        """Return the path of the checkpoint with the lowest loss, or None if it does not exist; the checkpoint of step
-        `writing` counts as existing.
+        """Return the checkpoint with the lowest loss, or None if it does not exist. The checkpoint of step `writing`
+        counts as existing.
         """
         path = run / step_name(self.step)
         return path if self.loss is not None and (self.step == writing or path.is_dir()) else None

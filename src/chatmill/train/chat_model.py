@@ -1,7 +1,6 @@
 """Chat with a trained model, using the tokenizer and the chat format of its training data.
 
-`chat_model` is the only module in train/ that renders text, so it also needs the records, tokenizer and format
-packages.
+No other module in train/ imports the packages that render text: records, tokenizer and format.
 """
 
 from __future__ import annotations
@@ -160,7 +159,6 @@ def _open_renderer(folder: Path, training: Mapping[str, Any], tokenizer: str | N
 
 
 def _open_template(folder: Path, spec: str) -> Renderer:
-    """Open the renderer for the chat template in a tokenizer's folder."""
     if (spec == "bytes" or Path(spec).exists()) and not has_template(spec):
         raise UsageError(
             f"{one_line(spec, 300)}: has no chat template, and {folder} does not record a chat format; pass the chat "
@@ -179,16 +177,16 @@ def find_tokenizer(
     sha256 = training.get("tokenizer_sha256")
 
     def opened(spec: str) -> Tokenizer:
-        # Add the tokens that were added in training, so that the hash equals the recorded hash if this is the tokenizer
-        # used in training.
+        # Add the tokens that training added, so that the hash of the training tokenizer equals the recorded hash.
         return open_tokenizer(spec, control=control, besides=besides, add_tokens=True)
 
     if named is not None:
         tokenizer = opened(named)
         if sha256 not in (None, tokenizer.sha256):
             raise DataError(
-                f"{folder}: the model was trained with tokenizer {str(sha256)[:12]}…, but {one_line(named, 300)} is "
-                f"{tokenizer.sha256[:12]}…; pass the tokenizer that the model was trained with"
+                f"{folder}: the hash of the model's tokenizer is {str(sha256)[:12]}…, but the hash of "
+                f"{one_line(named, 300)} is {tokenizer.sha256[:12]}…; pass the tokenizer that the model "
+                f"was trained with"
             )
         return named, tokenizer
     places = dict.fromkeys(_places(folder, training, state.get("name")))
@@ -206,9 +204,7 @@ def find_tokenizer(
 
 
 def _places(folder: Path, training: Mapping[str, Any], name: Any) -> Iterator[str]:
-    """Yield the folders to search for a tokenizer: the model folder, the dataset, its parent folder and the current
-    folder.
-    """
+    """Yield the paths where the tokenizer may be."""
     if name == "bytes":
         yield "bytes"
         return

@@ -53,7 +53,7 @@ from chatmill.train.sharded_tensors import ShardedTensors, TensorEntry, TensorRo
 from chatmill.train.weight_dtypes import check_float16, saved_dtype
 
 LEFT = ".left"
-"""Suffix of checkpoints that are later than the checkpoint from which the run resumed."""
+"""Suffix for checkpoints that are later than the one that the run resumed from."""
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 
@@ -92,7 +92,7 @@ def named_tensors(model: CausalModel, optimizer: AnyOptimizer) -> dict[str, Tens
 
 
 def restore(checkpoint: Checkpoint, model: CausalModel, optimizer: AnyOptimizer) -> None:
-    """Load weights and optimizer state into a model and its optimizer; the number of ranks may have changed since the
+    """Load weights and optimizer state into a model and its optimizer. The number of ranks may have changed since the
     checkpoint was saved.
     """
     stored = ShardedTensors(checkpoint.state_files())
@@ -101,10 +101,10 @@ def restore(checkpoint: Checkpoint, model: CausalModel, optimizer: AnyOptimizer)
     have = {name: stored.shape(name) for name in stored.names if name.startswith(f"{WEIGHTS}/")}
     if need != have:
         wrong = sorted(name for name in need.keys() | have.keys() if need.get(name) != have.get(name))
-        theirs, mine = have.get(wrong[0], "not there"), need.get(wrong[0], "none")
+        theirs, mine = have.get(wrong[0], "missing"), need.get(wrong[0], "none")
         raise UsageError(
             f"{checkpoint.path}: {one_line(wrong[0].removeprefix(WEIGHTS + '/'), 200)} is {theirs}, but the model "
-            f"has {mine} ({len(wrong)} weights differ); resume with the same model"
+            f"has {mine} (weights that differ: {len(wrong)}); resume with the same model"
         )
     unread = stored.names - need.keys()
 
@@ -168,9 +168,10 @@ def save(
 
     If `sharded` is set, every rank writes its own rows of the weights and optimizer state. `about` contains small files
     for the model folder; if `about` is None, no model folder is written. `save_dtype` is the dtype of the weights in
-    the model folder. The checkpoint `protected`, the checkpoint that the link `best` points to, and checkpoints with
-    files that chatmill did not write are not removed. `best` is the new target of the link `best`: this checkpoint or
-    an older one.
+    the model folder.
+
+    `best` is the new target of the link `best`: this checkpoint or an older one. The target of the link and the
+    checkpoint `protected` are not removed. Checkpoints with files that chatmill did not write are not removed either.
     """
     target = folder / step_name(state["step"])
     staging = target.with_name(f".{target.name}.saving")
@@ -257,9 +258,7 @@ def _entry(name: str, tensor: Tensor, *, sharded: bool) -> TensorEntry:
 
 
 def _model_weights(model: CausalModel, world: World, save_dtype: str) -> dict[str, Tensor]:
-    """Gather the weights for the model folder on rank 0: only the trained weights if some weights are frozen, as with
-    adapters; otherwise all weights.
-    """
+    """Gather the weights for the model folder on rank 0. If some weights are frozen, gather only the others."""
     adapted = not all(parameter.requires_grad for parameter in model.parameters())
     state = model.trained_state() if adapted else model.state_dict(keep_vars=True)
     gathered: dict[int, Tensor] = {}
@@ -307,7 +306,7 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
     for path in list_checkpoints(folder):
         if step_of(path) > step:
             asides = (path.with_name(f"{path.name}{LEFT}{number or ''}") for number in count())
-            # Replace a checkpoint that an earlier resume renamed, unless it contains files that chatmill did not write.
+            # Replace a checkpoint that was renamed earlier, unless it contains files that chatmill did not write.
             aside = next(each for each in asides if not os.path.lexists(each) or not remove_folder(each, CHECKPOINT))
             files.disk.rename_new(path, aside)
             renamed.append(aside)
@@ -322,8 +321,8 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
 
 
 def choose(folder: Path, resume: str) -> Path | None:
-    """Return the checkpoint that `resume` names; for `auto`, return the newest checkpoint of the run, or None if there
-    is none.
+    """Return the checkpoint that `resume` names. For `auto`, return the newest checkpoint of the run, or None if it has
+    none.
     """
     if resume == "auto":
         newest = list_checkpoints(folder)[-1:]
@@ -376,7 +375,7 @@ def _check(path: Path, info: FileInfo) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """Raise `DataError` if the model in a checkpoint was changed; model folders outside checkpoints are not checked."""
+    """Raise `DataError` if the model in a checkpoint was changed. Model folders outside checkpoints are not checked."""
     # Check the path as given and with its links resolved, because either one can be inside a checkpoint.
     for place in dict.fromkeys((folder.absolute(), folder.resolve())):
         marker = place.parent / MARKER

@@ -1,7 +1,7 @@
-"""File names of runs and checkpoints, and checkpoint.json, which lists a checkpoint's files and stores the run's state.
+"""File names of runs and checkpoints, and the reader of checkpoint.json.
 
-Only files listed in checkpoint.json are read, and every value is checked before use, because a checkpoint may come from
-an untrusted source. This module does not import torch.
+checkpoint.json lists the files of a checkpoint and stores the state of the run. A checkpoint may come from an untrusted
+source. Only listed files are read, and every value is checked before use. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """Parse the step from the name of a checkpoint."""
     return int(path.name.removeprefix(PREFIX))
 
 
@@ -71,8 +70,7 @@ def _copied(url: Url) -> Path:
 
 
 def model_folder(path: str | Place) -> Path:
-    """Return the model folder for a path: the path itself, or the model in a checkpoint or in a run's newest
-    checkpoint.
+    """Return the model folder of a checkpoint or of a run's newest checkpoint. Any other folder is returned unchanged.
 
     If the path is a URL, the folder is downloaded first.
     """

@@ -1,6 +1,4 @@
-"""The command `python train.py`: its flags, and the functions that train and print a summary, which `chatmill train`
-also uses.
-"""
+"""The command `python train.py`: its flags, training and the summary. `chatmill train` uses the same functions."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ from chatmill.train.run_dir import CONFIG, METRICS
 from chatmill.train.trackers.pages import ReportPage
 
 ESTIMATE_FLAGS = ("estimate", "gpus", "gpu_memory")
-"""Flags that belong to --estimate and whose values are parsed; the values of all other run flags are plain text."""
+"""Flags for --estimate, whose values are parsed; the values of all other run flags are plain text."""
 EXAMPLES = """\
 examples:
   {prog} --model_name mine --config_file configs/sft1/150M.json --dataset_dir data/chat_sft --max_iters 5000
@@ -62,9 +60,10 @@ def main(
     tokenizer_sha256: TokenizerHash | None = None,
     report_page: ReportPage | None = None,
 ) -> None:
-    """Run the command with these flags; `tokenizer_sha256` returns the hash of the tokenizer set in chatmill.toml.
+    """Run the command with these flags.
 
-    `report_page` returns a dataset's report page, which the trackers log.
+    `tokenizer_sha256` returns the hash of the tokenizer set in chatmill.toml. `report_page` returns the report page of
+    a dataset, which the trackers log.
     """
     with errors_of_first_rank():
         given, unknown = parser(prog).parse_known_args(with_bare_switches(sys.argv[1:] if args is None else args))
@@ -81,7 +80,7 @@ def main(
 
 @contextmanager
 def errors_of_first_rank() -> Iterator[None]:
-    """If an error occurs on all ranks, report it only once: rank 0 raises the error, and the other ranks exit.
+    """Report an error that occurs on all ranks only once: rank 0 raises the error, and the other ranks exit.
 
     A `RankError` is raised on the rank where it occurs, unless another rank reports it.
     """
@@ -243,19 +242,18 @@ def _config_of(flags: Mapping[str, str], where: RunFlags, settings: Any) -> tupl
 
 
 def _print_fit(fit: Fit) -> None:
-    """Print an estimate as plain text."""
     for row in [FIT_COLUMNS, *fit.rows()]:
         print(f"{row[0]:<18}{row[1]:>10}{row[2]:>13}")
     print(*fit.notes(), sep="\n")
 
 
 def _shown(project: Mapping[str, Any], stated: Mapping[str, Any]) -> list[str]:
-    """Return the keys whose values come from chatmill.toml, because neither the config file nor a flag sets them."""
+    """Format the keys whose values come from chatmill.toml."""
     return [f"{name} {one_line(json.dumps(value), 300)}" for name, value in project.items() if name not in stated]
 
 
 def val_lines(result: TrainResult) -> list[str]:
-    """Format the val loss of each source in a mix as one line."""
+    """Return one line with the val losses of all sources in a mix. Without a mix, return no line."""
     shown = []
     for name, each in result.val_sources.items():
         loss = None if each is None else each["loss"]
@@ -265,7 +263,7 @@ def val_lines(result: TrainResult) -> list[str]:
 
 
 def best_lines(result: TrainResult) -> list[str]:
-    """Format the lowest val loss, if its checkpoint was kept or the last evaluation had a higher loss."""
+    """Return a line about the lowest val loss, unless it is the last val loss and its checkpoint was not kept."""
     if result.best_val_loss is None or result.best_step is None:
         return []
     line = f"best val loss {result.best_val_loss:.4f} at step {result.best_step:,}"
@@ -277,7 +275,6 @@ def best_lines(result: TrainResult) -> list[str]:
 
 
 def summary(result: TrainResult) -> str:
-    """Format the result in a few lines."""
     lines = []
     if result.stopped_by is not None:
         saved = result.checkpoint is not None and result.checkpoint.name == step_name(result.step)
@@ -289,7 +286,7 @@ def summary(result: TrainResult) -> str:
         lines.append(f"{result.step:,} steps, {result.tokens:,} tokens, {result.trained:,} of them trained")
     if result.cut_episodes:
         lines.append(
-            f"truncated tail: {result.cut_episodes:,} conversations are longer than a row and lost "
+            f"truncated: {result.cut_episodes:,} conversations are longer than a row and lost "
             f"{result.cut_tokens:,} tokens at the start; {result.answer_cut:,} conversations lost part of an "
             "answer (answer_cut); raise block_size, or prepare the data with --max-tokens"
         )

@@ -35,9 +35,9 @@ from chatmill.train.run_config import OptimizerConfig, RunConfig
 WARMUP = 0.03
 """Default warmup, as a fraction of the run."""
 FIRST_FLAG = "use_loss_mask"
-"""The flag to list first in the help, because a run without it also trains on user messages."""
+"""The first flag in the help, because a run without it also trains on user messages."""
 EXCLUSIVE = (("max_iters", "epochs"), ("warmup_iters", "warmup_pct"))
-"""Pairs of mutually exclusive keys; if a later layer of settings has one key of a pair, the other key is removed."""
+"""Pairs of mutually exclusive keys; a later layer that sets one key removes the other."""
 POST_TRAINING = {"use_loss_mask": True, "epoch_drop_last": False}
 """Values that post_training sets: train only on tokens marked by the loss mask, and keep the incomplete last batch."""
 
@@ -171,7 +171,7 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
 
     dataset_dir: str | None = key(
         None,
-        "data to train on: a dataset, a cache, a folder of caches to mix, or the URL of a dataset or of a folder of "
+        "data to train on: a dataset, a cache, a folder of caches to mix, or the URL of a dataset or a folder of "
         f"datasets; null uses data.caches.sft_token_cache in chatmill.toml or, if that is not set, {CACHES}",
     )
     epochs: float | None = key(
@@ -353,7 +353,7 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         return replace(self, batch_size=batch_size, gradient_accumulation_steps=steps, tokens_per_step=None), [note]
 
     def warmup_steps(self, total: int) -> int:
-        """Return the number of warmup steps in a run of `total` steps, assuming that all steps have the same number of
+        """Return the number of warmup steps in a run of `total` steps. All steps are assumed to have the same number of
         tokens.
         """
         if self.warmup_iters is not None:
@@ -376,7 +376,7 @@ class RunFlags(Config):
     estimate: bool = key(False, "estimate the memory of the run and print whether it fits, without starting the run")
     gpus: int | None = key(
         None,
-        "number of GPUs for --estimate; null uses the number of ranks of this launch",
+        "number of GPUs for --estimate; null uses the number of ranks that the launcher starts",
         optional(integer(1)),
         metavar="N",
     )
@@ -401,9 +401,9 @@ def with_bare_switches(args: Sequence[str]) -> list[str]:
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merge layers of settings; later layers take precedence.
 
-    A layer that sets max_iters removes epochs, and vice versa; warmup_iters and warmup_pct also replace each other. A
-    layer that sets tokens_per_step removes gradient_accumulation_steps and divides batch_size by the removed value, so
-    that micro-batches keep their number of rows. A layer that turns post_training on also sets the keys in
+    A layer that sets max_iters removes epochs, and vice versa. The keys warmup_iters and warmup_pct also replace each
+    other. A layer that sets tokens_per_step removes gradient_accumulation_steps and divides batch_size by its value.
+    Micro-batches then keep their number of rows. A layer that turns post_training on also sets the keys in
     POST_TRAINING, except those that the layer sets itself.
     """
     values: dict[str, Any] = {}
@@ -430,10 +430,10 @@ def renamed_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def size_keys() -> Sequence[str]:
-    """Return the keys that set the shape of a new model; a loaded model keeps its own shape."""
+    """Return the keys that set the shape of a new model."""
     return list(keys_of(ModelConfig))
 
 
 def model_keys() -> Sequence[str]:
-    """Return the keys that define the model; a resumed run must not change these keys."""
+    """Return the keys that define the model. A resumed run must not change them."""
     return [*size_keys(), "lora", "quantize"]

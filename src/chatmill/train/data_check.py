@@ -1,4 +1,4 @@
-"""The config key `verify`: hash the data files of a run at the start, once per epoch in the background, and at the end.
+"""The config key `verify`: hash the data files at the start of a run, once per epoch, and at the end.
 
 A checkpoint is verified if a later pass over the data finds every file unchanged. If a file has changed, the run stops
 at the next step. Once the data is restored, the run can resume from the last verified checkpoint.
@@ -62,7 +62,6 @@ class DataCheck:
 
     @property
     def is_running(self) -> bool:
-        """Whether this rank is still hashing its share of the files."""
         return self._thread is not None and self._thread.is_alive()
 
     def follow(self, saved: Path | None, at: Cursor, *, all_done: bool) -> None:
@@ -83,9 +82,7 @@ class DataCheck:
             self._thread.start()
 
     def check_at_end(self, folder: Path, step: int, world: World) -> None:
-        """Check all files before a run writes its last checkpoint; if a file has changed, call `stop`, which raises an
-        error.
-        """
+        """Check all files before a run writes its last checkpoint. If a file has changed, `stop` raises an error."""
         try:
             world.together(self.check)
         except ChatmillError:
@@ -109,7 +106,6 @@ class DataCheck:
         world.together(end)
 
     def close(self) -> None:
-        """Stop the current pass."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -141,7 +137,6 @@ class DataCheck:
                 return
 
     def _hash(self, path: Path) -> str | None:
-        """Hash a file; return None if the pass was stopped."""
         digest = hashlib.sha256()
         with open_plain(path) as file:
             while chunk := file.read(CHUNK):
@@ -152,8 +147,8 @@ class DataCheck:
 
 
 def _files(sources: Sequence[DataSource]) -> list[tuple[Path, str | None]]:
-    """Return all data files with their recorded hashes; files from other programs have no recorded hash, so the first
-    pass computes it.
+    """Return all data files with their recorded hashes. Files from other programs have no recorded hash; the first pass
+    computes it.
     """
     files: list[tuple[Path, str | None]] = []
     for source in sources:
@@ -169,5 +164,5 @@ def _files(sources: Sequence[DataSource]) -> list[tuple[Path, str | None]]:
             shards = [shard for split in dataset.splits for shard in dataset[split].shards]
             places = [shard.folder / name for shard in shards for name in shard.records]
             files += [(place, None) for place in places if isinstance(place, Path)]
-    # Remove duplicates, because several sources may be parts of one dataset.
+    # Several sources may be parts of one dataset.
     return list(dict.fromkeys(files))

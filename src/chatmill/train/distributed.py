@@ -1,7 +1,6 @@
 """Distributed training: the ranks of a run, the communication between them, and models wrapped with DDP or FSDP.
 
-Values that the host needs are exchanged over gloo, separately from GPU communication, so that the host never waits for
-the GPU.
+Values that the host needs are exchanged over gloo, so that the host never waits for the GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from chatmill.train.model import CausalModel
 
 T = TypeVar("T")
 Values: TypeAlias = Callable[[], Iterator[tuple[Tensor, Any]]]
-"""Yields each parameter on the meta device and its values: a tensor, or an object that can be sliced by rows.
+"""Yields pairs of a parameter on the meta device and its values, which can be sliced by rows.
 
 Read the rows of a parameter before requesting the next parameter.
 """
@@ -58,7 +57,7 @@ class World:
         return tensor.numpy()
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather the JSON values of all ranks on every rank, without pickle."""
+        """Gather a JSON value from each rank on all ranks, without pickle."""
         if self.size == 1:
             return [value]
         sent = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -85,8 +84,8 @@ class World:
         return result  # type: ignore[return-value]
 
     def alone(self, work: Callable[[], T]) -> T:
-        """Call a function on this rank. With several ranks, a `DataError` is raised as a `RankError` that names the
-        rank, because it may occur on one rank only.
+        """Call a function that may fail on one rank only. With several ranks, a `DataError` is raised as a `RankError`
+        that names the rank.
         """
         try:
             return work()
@@ -157,7 +156,7 @@ def _check_dtypes(model: CausalModel) -> None:
 
 @contextmanager
 def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
-    """Return a context for a backward pass that synchronizes gradients between ranks only if `enabled` is true."""
+    """Synchronize gradients between ranks in a backward pass only if `enabled` is true."""
     if hasattr(module, "set_requires_gradient_sync"):
         module.set_requires_gradient_sync(enabled)
         yield
@@ -183,7 +182,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the range of a tensor's rows on this rank; shards have equal sizes, except that the last ones may be
+    """Return the range of a tensor's rows on this rank. Shards have equal sizes, except that the last ones may be
     shorter or empty.
     """
     if not is_sharded(tensor):

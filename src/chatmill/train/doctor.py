@@ -1,4 +1,4 @@
-"""`chatmill doctor`: check the nodes of a run before it starts, in one process or on all ranks that a launcher starts.
+"""`chatmill doctor`: check the nodes of a run before it starts.
 
     python -m chatmill.train.doctor                               where typer and rich are not installed
     torchrun --nproc-per-node 8 -m chatmill.train.doctor --shared /data/runs
@@ -48,7 +48,7 @@ class TableRow:
 def diagnose(folders: Sequence[str | Path] = (), *, seconds: float = SECONDS) -> list[TableRow] | None:
     """Run all checks; return the table on rank 0, and None on other ranks.
 
-    All ranks must call this function with the folders that they should share.
+    All ranks must call this function. `folders` are the folders that they should share.
     """
     if not 0 < seconds <= MOST_SECONDS:
         raise UsageError(
@@ -89,8 +89,9 @@ def _together(rendezvous: Rendezvous, local: Sequence[CheckRow], folders: Sequen
     table: list[CheckRow] = []
     if missing:
         named = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
+        ranks = "rank" if len(missing) == 1 else "ranks"
         right = "all ranks started on nodes that can reach MASTER_ADDR, with the same WORLD_SIZE"
-        table.append(CheckRow("ranks", f"rank {named} of {rendezvous.size} did not report", "FAIL", right))
+        table.append(CheckRow("ranks", f"{ranks} {named} of {rendezvous.size} did not report", "FAIL", right))
     elif rendezvous.size > 1:
         count = len(set(hosts))
         table.append(CheckRow("ranks", f"{rendezvous.size} on {count} {'node' if count == 1 else 'nodes'}"))
@@ -113,7 +114,7 @@ def _together(rendezvous: Rendezvous, local: Sequence[CheckRow], folders: Sequen
 
 
 def _grouped(rows: Sequence[tuple[int, CheckRow]], hosts: Sequence[str]) -> Iterator[TableRow]:
-    """Yield the rows of all ranks without duplicates, each with the nodes or ranks that reported it."""
+    """Yield each distinct row once, with the nodes or ranks that reported it."""
     first_ranks = {hosts.index(host) for host in hosts}
     by_row: dict[CheckRow, list[int]] = {}
     for rank, row in rows:
@@ -184,7 +185,6 @@ def _host() -> str:
 
 
 def _show(text: str, *, quiet: bool) -> None:
-    """Show the current check if the output is a terminal."""
     if not quiet and sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()
@@ -194,7 +194,6 @@ def _show(text: str, *, quiet: bool) -> None:
 
 
 def table_text(table: Sequence[TableRow]) -> str:
-    """Format the table with aligned columns and a summary line."""
     head = ("check", "where", "value", "", "expected")
     cells = [head, *((each.row.check, each.place, each.row.value, each.row.status, each.row.right) for each in table)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head) - 1)]
@@ -232,7 +231,6 @@ class _DoctorParser(argparse.ArgumentParser):
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `python -m chatmill.train.doctor`; returns the exit code."""
     parser = _DoctorParser(
         prog="python -m chatmill.train.doctor", description="Check the nodes of a run before it starts."
     )

@@ -1,7 +1,7 @@
-"""Cross entropy on a GPU: one kernel program per row reads the logits of the row twice (the second time from cache) and
-writes them once.
+"""Cross entropy on a GPU, with one kernel program per row of logits.
 
-Import this module only on a machine with a GPU, because only CUDA builds of torch include triton.
+A program reads its row twice, the second time from cache, and writes it once. Import this module only on a machine with
+a GPU, because only CUDA builds of torch include triton.
 """
 
 from __future__ import annotations

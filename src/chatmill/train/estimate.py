@@ -4,9 +4,8 @@
     activations                      counted from a forward pass without memory (activations.py)
     workspace                        the logits of a chunk and their gradients, or the backward pass of one layer
 
-Memory can peak in the loss, in the backward pass of the last layer (all activations, few gradients) or of the first
-layer (few activations, all gradients), in the gradient of the embedding, or in the optimizer step. The estimate is the
-largest of these peaks.
+Memory can peak in the loss, in the backward pass of the last or the first layer, in the gradient of the embedding, or
+in the optimizer step. The estimate is the largest of these peaks.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from chatmill.train.optimizers import OPTIMIZER_BYTES, fresh_state, make_optimiz
 
 GIB = 2**30
 KEPT_BY_COMPILED = 1.02
-"""Ratio of the activations that a compiled layer keeps to the counted bytes, fitted to the run 0.6b-own-adamw in
+"""Measured activations of a compiled layer, divided by the counted activations. Fitted to the run 0.6b-own-adamw in
 benchmarks/results/gpu.json.
 """
 BACKWARD = 0.03
-"""Ratio of the gradients and temporary tensors in the backward pass of a layer to the activations that the layer keeps,
-fitted to the run 8b-hf-lora in benchmarks/results/gpu.json.
+"""Temporary memory in the backward pass of a layer, divided by the activations that the layer keeps. Fitted to the run
+8b-hf-lora in benchmarks/results/gpu.json.
 """
 CUDA_CONTEXT = 0.6 * GIB
 """GPU memory that the CUDA context uses, in bytes; torch does not count it."""
 NCCL = 0.4 * GIB
 """GPU memory that NCCL uses for communication between ranks, in bytes."""
 ENTROPY_COPIES = 5
-"""Number of float32 copies of a chunk of logits that the loss makes on a CPU; the GPU kernel works in place."""
+"""Number of float32 copies that the loss makes of a chunk of logits on a CPU. The GPU kernel works in place."""
 KEPT_BY_FLOAT8 = 0.8
-"""Ratio of the activations that a compiled layer keeps with float8 matrix products to those without, fitted to the run
-1.7b-own-fp8 in benchmarks/results/gpu.json. With float8, torch recomputes more activations.
+"""Activations that a compiled layer keeps with float8, divided by those without float8. Fitted to the run 1.7b-own-fp8
+in benchmarks/results/gpu.json. With float8, torch recomputes more activations.
 """
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, WORKSPACE, GATHERED, CONTEXT = "activations", "workspace", "gathered", "CUDA"
@@ -73,7 +72,7 @@ class Estimate:
     host: float = 0.0
     """Bytes of host memory per rank for offloaded layer inputs."""
     approximate: str | None = None
-    """The reason why the activation memory is only approximate; None if the activations were counted."""
+    """Why the activation memory is only approximate; None if the activations were counted."""
 
     @property
     def total(self) -> float:
@@ -121,8 +120,7 @@ class _Counted:
 
     weights: tuple[WeightShape, ...]
     state: dict[str, tuple[int, int]]
-    """Bytes of optimizer state for each trained weight: in tensors, which are sharded like the weight, and in scalars.
-    """
+    """Bytes of optimizer state for each trained weight, in tensors and in scalars. Only the tensors are sharded."""
     layers: tuple[_Layer, ...]
     """Byte counts of each layer for one row."""
     outside: float
@@ -197,8 +195,8 @@ def _count(
 def _kept_by_layers(
     shape: ModelShape, length: int, size: int, *, on_gpu: bool, compiled: bool, recompute: bool
 ) -> tuple[tuple[_Layer, ...], float, str | None]:
-    """Return the number of bytes that each layer keeps for one row, the number of bytes kept outside layers, and the
-    reason if these numbers are approximate.
+    """Return the bytes that each layer keeps for one row, and the bytes kept outside layers. If these numbers are
+    approximate, also return the reason.
 
     `recompute` is the argument of `CausalModel.compile_blocks`.
     """
@@ -258,8 +256,8 @@ def _by_matrices(weights: Sequence[WeightShape], length: int, size: int) -> tupl
 
 
 def _state_bytes(shape: ModelShape, config: TrainConfig) -> dict[str, tuple[int, int]]:
-    """Return the size of the optimizer state of each trained weight in bytes, measured with the real optimizer on fake
-    tensors.
+    """Return the bytes of optimizer state for each trained weight, in tensors and in scalars. The real optimizer
+    creates this state on fake tensors.
     """
     from chatmill.train.activations import few_fake_layers
 
@@ -377,9 +375,7 @@ def _peak(
 
 
 def _loss(counted: _Counted, tokens: int, size: int, *, on_gpu: bool) -> float:
-    """Return the number of bytes that the head and the cross entropy of a chunk need if all tokens are trained; see
-    `_chunked_loss` in loss.py.
-    """
+    """Return the bytes that the head and the cross entropy of a chunk need if the loss mask includes all tokens."""
     positions = -(-tokens // MULTIPLE) * MULTIPLE
     limit = GPU_LOGIT_BYTES if on_gpu else LOGIT_BYTES
     chunk = min(positions, max(1, limit // (size * counted.vocab_size * MULTIPLE)) * MULTIPLE)
@@ -393,7 +389,7 @@ def _loss(counted: _Counted, tokens: int, size: int, *, on_gpu: bool) -> float:
 
 
 def _optimizer_workspace(config: TrainConfig, trained: Sequence[WeightShape], *, on_gpu: bool) -> float:
-    """Return the size in bytes of the temporary tensors that an optimizer step needs for the largest weight."""
+    """Return the bytes of temporary tensors that an optimizer step needs for the largest weight."""
     largest = max((each.size for each in trained), default=0)
     matrix = max((each.size for each in trained if each.layer is not None and len(each.shape) == 2), default=0)
     match config.optimizer:
@@ -409,8 +405,8 @@ def _optimizer_workspace(config: TrainConfig, trained: Sequence[WeightShape], *,
 
 
 def _gathered(weights: Sequence[WeightShape], size: int | None) -> float:
-    """Return the number of bytes that FSDP needs for gathered weights (all weights outside layers, and two layers in
-    compute precision) and for unreduced gradients.
+    """Return the bytes that FSDP needs for gathered weights and unreduced gradients. It gathers all weights outside
+    layers, and two layers in compute precision.
     """
     layers: dict[int, float] = {}
     for each in weights:

@@ -72,7 +72,6 @@ class Evaluation(NamedTuple):
 
 
 def losses_by_source(sources: Mapping[str, Evaluation]) -> str:
-    """Format the loss of each source in one line."""
     losses = ((name, each.loss) for name, each in sources.items())
     return ", ".join(f"{one_line(name)} {'-' if loss is None else f'{loss:.4f}'}" for name, loss in losses)
 
@@ -137,7 +136,6 @@ def check_ids(batch: Batch, model: CausalModel, loader: EpisodeLoader, world: Wo
 
 
 def raise_unknown(fault: str | None, loader: EpisodeLoader) -> None:
-    """Raise `DataError` for a token id outside the model's vocabulary."""
     if fault is not None:
         place = loader.dataset_dir
         raise DataError(f"{place}: {fault}; the data has changed; run chatmill verify {place} --full")
@@ -153,14 +151,13 @@ class Samples:
         ]
 
     def answer(self, model: CausalModel) -> list[ScoredAnswer]:
-        """Generate an answer to each prompt with greedy decoding."""
         max_tokens = MARGIN + max((len(prompt.answer) for prompt in self._prompts), default=0)
         answers = greedy_answers(model, self._prompts, self.end_ids, max_tokens)
         return [ScoredAnswer(prompt, ids, "") for prompt, ids in zip(self._prompts, answers, strict=True)]
 
     def rates(self, answers: Sequence[ScoredAnswer]) -> Mapping[str, float]:
-        """Return the fraction of answers that match the expected answer exactly, and the fraction that end with an end
-        token; the mapping is empty if there are no answers.
+        """Return the fraction of exact answers and the fraction of answers that end with an end token. Without answers,
+        return an empty mapping.
         """
         if not answers:
             return {}
@@ -168,13 +165,10 @@ class Samples:
         return {"val_exact_rate": exact, "val_stop_rate": sum(map(self._stopped, answers)) / len(answers)}
 
     def lines(self, answers: Sequence[ScoredAnswer], text: TokenText) -> list[str]:
-        """Return the lines to print for each answer: the end of its prompt, the answer, and the expected answer if it
-        differs.
-        """
+        """Format each answer: the end of its prompt, the answer, and the expected answer if it differs."""
         lines = []
         for answer in answers:
-            # Decode only the end of a long prompt: a character takes at most four tokens, so 4 * SHOWN tokens are
-            # enough.
+            # A character takes at most four tokens, so the last 4 * SHOWN tokens of a prompt are enough.
             prompt = text(answer.prompt.prompt[-4 * SHOWN :])
             lines.append(f"  prompt    {prompt if len(prompt) <= SHOWN else '…' + prompt[-SHOWN:]}")
             ended = "" if self._stopped(answer) else f"  (no end token after {len(answer.ids):,} tokens)"
@@ -184,7 +178,6 @@ class Samples:
         return lines
 
     def texts(self, answers: Sequence[ScoredAnswer], text: TokenText) -> list[SampleAnswer]:
-        """Return the answers as text for trackers, each with the end of its prompt."""
         return [
             SampleAnswer(text(answer.prompt.prompt[-PROMPT_TOKENS:]), text(answer.ids), text(answer.prompt.answer))
             for answer in answers

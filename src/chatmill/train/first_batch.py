@@ -1,4 +1,4 @@
-"""The first batch of a run: how many of its tokens are trained, and a few trained answers as text."""
+"""The first batch of a run: its share of trained tokens, and a few of its answers as text."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ ANSWER, PROMPT = 160, 60
 TOKENS_PER_CHARACTER = 4
 """Upper bound on the number of tokens in one character."""
 ENDING = 3
-"""An answer counts as complete if one of its last `ENDING` tokens is an end token, because some formats add a line
-break after the end token.
+"""An answer is complete if one of its last `ENDING` tokens is an end token. Some formats add a line break after the end
+token.
 """
 SMALL_SHARE = 0.01
 """A run prints a warning if the share of trained tokens in the first batch is below this threshold."""
@@ -56,8 +56,7 @@ def trained_spans(batch: Batch) -> list[TrainedSpan]:
     """
     trained, segments = (np.asarray(part) for part in (batch.loss_mask, batch.segments))
     rows, length = trained.shape
-    # Set the segment id to -1 at untrained positions and at both ends of each row, so that a trained span is a run of
-    # equal ids.
+    # Set the segment id to -1 at untrained positions and around each row. Trained spans are then runs of equal ids.
     number = np.full((rows, length + 2), -1, dtype=np.int64)
     number[:, 1:-1] = np.where(trained, segments, -1)
     changes = number[:, 1:] != number[:, :-1]
@@ -83,7 +82,6 @@ class FirstBatch:
     warnings: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """Return the lines to print before the first step."""
         share = f"{self.trained / self.tokens:.1%}" if self.tokens else "0.0%"
         untrained = f", {self.untrained_rows:,} rows without trained tokens" if self.untrained_rows else ""
         lines = [
@@ -181,8 +179,8 @@ def closing_ids(sources: Sequence[DataSource]) -> set[int]:
 def _warnings(first: FirstBatch, endings: Endings, loader: EpisodeLoader, text: TokenText) -> Iterator[str]:
     if 0 < first.trained < SMALL_SHARE * first.tokens:
         yield (
-            f"only {first.trained / first.tokens:.2%} of the tokens in the first batch are trained; chatmill stats "
-            f"{loader.dataset_dir} shows the share of trained tokens in the dataset"
+            f"the loss mask includes only {first.trained / first.tokens:.2%} of the tokens in the first batch; "
+            f"chatmill stats {loader.dataset_dir} shows the share of trained tokens in the dataset"
         )
     if endings.spans > endings.cut and not endings.ended:
         names = ", ".join(text([id]) for id in end_ids(loader.sources))

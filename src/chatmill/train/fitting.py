@@ -25,7 +25,7 @@ from chatmill.train.optimizers import OPTIMIZER_BYTES
 from chatmill.train.preflight import data_vocab_size, padding_of
 
 MARGIN = 0.85
-"""A run is refused unless this fraction of its estimate fits into memory; estimates are within 15 percent of measured
+"""A run is refused unless this fraction of its estimate fits into memory. Estimates are within 15 percent of measured
 memory.
 """
 MOST_RANKS, SHORTEST_ROW = 1024, 128
@@ -51,7 +51,6 @@ class Change:
     estimate: Estimate
 
     def flags(self, ranks: int) -> str:
-        """Return the command-line flags that apply this change to a run on `ranks` ranks."""
         values = (
             (name, json.dumps(value) if not isinstance(value, str) else value) for name, value in self.keys.items()
         )
@@ -77,8 +76,8 @@ class Fit:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the run is refused: it would not fit even with 15 percent less memory than estimated, or its weights,
-        gradients and optimizer state alone do not fit.
+        """Whether 85 percent of the estimate does not fit, or the weights, gradients and optimizer state alone do not
+        fit.
         """
         if self.available is None:
             return False
@@ -105,7 +104,6 @@ class Fit:
         return [*table, ("total", "", _gib(self.estimate.total))]
 
     def notes(self) -> Iterator[str]:
-        """Yield the lines to print about the estimate."""
         run, where = self.estimate, "GPU" if self.estimate.on_gpu else "rank"
         count = f"{run.ranks} {where}s" if run.ranks > 1 else f"1 {where}"
         yield f"{count}, {run.rows} rows of {run.block_size} tokens at a time; the peak is in {run.peak}"
@@ -130,7 +128,7 @@ class Fit:
             yield "no change or combination of changes makes the run fit"
 
     def refusal(self) -> str:
-        """Return the error message: why the run is refused, and which changes would make it fit."""
+        """Explain why the run is refused, and which changes would make it fit."""
         run = self.estimate
         assert self.available is not None
         where = "on each GPU" if run.ranks > 1 and run.on_gpu else "on the GPU" if run.on_gpu else "of host memory"
@@ -297,7 +295,6 @@ def estimate_run(config: TrainConfig, *, gpus: int | None = None, gpu_memory: fl
 
 
 def _data_vocab_size(config: TrainConfig) -> int | None:
-    """Return the vocabulary size of the data, or None if the config has no data."""
     if config.dataset_dir is None:
         return None
     with closing(EpisodeLoader(config.dataset_dir, config)) as loader:
@@ -305,8 +302,8 @@ def _data_vocab_size(config: TrainConfig) -> int | None:
 
 
 def memory_here(device: torch.device) -> float:
-    """Return the number of bytes available to a run on this device: GPU memory that other processes do not use, or host
-    memory per rank.
+    """Return the bytes available to a run on this device: GPU memory that other processes do not use, or host memory
+    per rank.
     """
     if device.type != "cuda":
         return available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -327,15 +324,14 @@ def check_run_memory(config: TrainConfig, vocab_size: int, world: World) -> None
         estimator = Estimator(on_gpu=on_gpu, vocab_size=vocab_size)
         fit = fit_run(estimator, config, ranks=world.size, available=available)
     except Exception:
-        # Ignore the error: a failed estimate must not stop a run, and loading the model reports problems with the
-        # model.
+        # A failed estimate must not stop a run. If the model itself has a problem, loading it reports the problem.
         return
     if fit.is_refused:
         raise DoesNotFitError(fit.refusal())
 
 
 def _upper_bound(config: TrainConfig, vocab_size: int, ranks: int, *, on_gpu: bool) -> float:
-    """Compute an upper bound on a run's memory in bytes from weight shapes alone, which is quick; most runs need no
+    """Compute an upper bound on a run's memory in bytes from weight shapes alone. This is quick, and most runs need no
     other estimate.
     """
     rows = config.batch_size // ranks // config.gradient_accumulation_steps
@@ -348,8 +344,8 @@ def _upper_bound(config: TrainConfig, vocab_size: int, ranks: int, *, on_gpu: bo
         tensors = _stored(model_folder(config.init_from_model))
         count = sum(each.size for each in tensors)
         widths = sum(sum(each.shape[-2:]) for each in tensors if len(each.shape) > 1)
-    # Count 20 bytes per weight, four times the float32 inputs and outputs of all matrices, a float32 mask and, on a
-    # GPU, 3 GiB for the logits.
+    # Count 20 bytes per weight, four times the float32 inputs and outputs of all matrices, and a float32 mask. On a
+    # GPU, add 3 GiB for the logits.
     tokens = rows * config.block_size
     return 20.0 * count + 16.0 * tokens * widths + 4.0 * tokens * config.block_size + 3.0 * GIB * on_gpu
 

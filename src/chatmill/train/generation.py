@@ -1,7 +1,7 @@
 """Generate answers: greedy decoding, sampling, and beam search.
 
-The random draw for a token depends only on the key (seed, step, row) and on the token's position in the answer, not on
-the rest of the batch, so any single answer can be reproduced.
+The random draw for a token depends only on the seed, the step, the row and the token's position in the answer. Any
+single answer can therefore be reproduced without the rest of its batch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def generate(
 ) -> list[list[int]]:
     """Generate an answer to each prompt; return the token ids of each answer, including its end token if it has one.
 
-    The sampling key of prompt i uses the row number `first_row` + i. Answers end at an end token, at `max_tokens`, or
+    The random draws for prompt i use row `first_row` + i. Answers end at an end token, at `max_tokens`, or
     at the model's maximum sequence length.
 
     >>> import torch
@@ -79,7 +79,7 @@ def generate_steps(
     first_row: int = 0,
 ) -> Iterator[dict[int, int]]:
     """Generate answers to all prompts in one batch; at each step, yield the next token of every unfinished row."""
-    # Keep max_tokens at 1 or more, even if all prompts are too long: `prefill` raises the error.
+    # If all prompts are too long, keep max_tokens at 1, because `prefill` raises the error.
     max_tokens = min(max_tokens, max(1, model.max_positions - min(map(len, prompts))))
     rows = np.arange(len(prompts))
     draws = np.stack([_draws(sampling, first_row + row, max_tokens) for row in rows.tolist()])
@@ -114,8 +114,8 @@ def choose(logits: Tensor, sampling: Sampling, draws: NDArray[np.float64]) -> Te
     probs = ordered.softmax(dim=1)
     cumulative = probs.cumsum(dim=1)
     if sampling.top_p < 1:
-        # Keep a token if the probabilities of all more likely tokens sum to less than top_p; the most likely token is
-        # always kept.
+        # Keep a token if all more likely tokens have a total probability below top_p. The most likely token is always
+        # kept.
         probs = torch.where(cumulative - probs < sampling.top_p, probs, 0)
         probs[:, 0] = ordered.softmax(dim=1)[:, 0]
         cumulative = probs.cumsum(dim=1)
@@ -133,7 +133,7 @@ def _draws(sampling: Sampling, row: int, count: int) -> NDArray[np.float64]:
 
 
 def prefill(model: CausalModel, prompts: Prompts, room: int) -> tuple[Tensor, DecodingCache]:
-    """Run the prompts through the model; return the logits after each prompt, and a cache with space for `room` more
+    """Run the prompts through the model. Return the logits after each prompt, and a cache with space for `room` more
     tokens.
     """
     lengths = [len(prompt) for prompt in prompts]
@@ -158,8 +158,8 @@ def prefill(model: CausalModel, prompts: Prompts, room: int) -> tuple[Tensor, De
 
 @contextmanager
 def inference(model: CausalModel) -> Iterator[None]:
-    """Context for inference: disables gradients and dropout, and runs compiled layers eagerly."""
-    # Run layers eagerly: shapes change with every generated token, so layers compiled for training would be recompiled.
+    """Disable gradients and dropout, and run compiled layers eagerly."""
+    # Shapes change with every generated token, so layers compiled for training would be recompiled.
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     with eval_mode(model), torch.inference_mode(), eager:
@@ -179,11 +179,11 @@ def beam_search(
     length_penalty: float = 1.0,
     batch_size: int = 16,
 ) -> list[list[int]]:
-    """Find the best answer to each prompt with beam search; return its token ids, including its end token if it has
-    one.
+    """Find the best answer to each prompt with beam search; return the token ids of each answer.
 
-    Answers are ranked by log-likelihood / length ** length_penalty. The search for a prompt ends when none of its beams
-    can beat the best finished answer; beams that reach `max_tokens` count as finished.
+    Answers are ranked by log-likelihood / length ** length_penalty and include their end token, if they have one. The
+    search for a prompt ends when none of its beams can beat the best finished answer. Beams that reach `max_tokens`
+    count as finished.
     """
     answers: list[list[int]] = []
     with inference(model):
@@ -241,7 +241,7 @@ def _search(
 
 
 def _candidates(logits: Tensor, active: dict[int, list[_Beam]], count: int) -> dict[int, list[_Beam]]:
-    """Return the `count` best continuations of each prompt's beams; `count` exceeds the number of beams, because some
+    """Return the `count` best continuations of each prompt's beams. `count` exceeds the number of beams, because some
     continuations end the answer.
     """
     scores = torch.tensor([[beam.score for beam in beams] for beams in active.values()], dtype=torch.float64)

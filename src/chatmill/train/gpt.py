@@ -1,8 +1,8 @@
 """chatmill's own GPT, with pre-RMSNorm, rotary position embeddings, grouped-query attention and SwiGLU.
 
-Parameters keep the dtype that they were created with. Hidden states have `compute` precision (float32 if None), and
-weights are cast to `compute` precision when they are used. float32 parameters with bfloat16 compute give bf16 training
-with float32 master weights.
+Parameters keep the dtype that they were created with. Hidden states have `compute` precision, or float32 if `compute`
+is None. Weights are cast to this precision when they are used. With float32 parameters and bfloat16 compute, the model
+trains in mixed precision with float32 master weights.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ KIND = "chatmill-gpt"
 REQUIRED = ("vocab_size", "n_layer", "n_embd", "n_head")
 """Keys that the config of a saved model must have."""
 PutInCache: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""A function that adds the keys and values of a layer to its cache and returns all cached keys and values of that
-layer.
-"""
+"""A function that adds keys and values to the cache of a layer and returns all cached keys and values."""
 
 
 class GPT(CausalModel):
@@ -65,8 +63,8 @@ class GPT(CausalModel):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialize norms to 1, and matrices from a normal distribution, with a smaller standard deviation for
-        projections into the residual stream.
+        """Initialize norms to 1, and matrices from a normal distribution. Projections into the residual stream get a
+        smaller standard deviation.
         """
         for name, parameter in self.named_parameters():
             self.init_weight(name, parameter)
@@ -141,9 +139,7 @@ class GPT(CausalModel):
 
     @classmethod
     def load(cls, folder: Path, *, compute: torch.dtype | None = None, weights: WeightPrecision = "float32") -> GPT:
-        """Load a folder written by `save`. The sizes in the config are compared with the weight files before memory is
-        allocated.
-        """
+        """Load a folder written by `save`. The config is compared with the weight files before memory is allocated."""
         model, files = open_on_meta(folder, compute=compute, weights=weights)
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         with open_weights(files) as rows:
@@ -167,7 +163,9 @@ def open_on_meta(
     have, need = {name: tensor.shape for name, tensor in files.tensors.items()}, _shapes(sizes, folder, files)
     if have != need:
         wrong = sorted(name for name in have.keys() | need.keys() if have.get(name) != need.get(name))
-        raise DataError(f"{path}: {one_line(wrong[0])} does not match {CONFIG} ({len(wrong)} weights do not match)")
+        raise DataError(
+            f"{path}: {one_line(wrong[0])} does not match {CONFIG} (weights that do not match: {len(wrong)})"
+        )
     dtypes = {name: opened_dtype(tensor.dtype, weights) for name, tensor in files.tensors.items()}
     check_memory(sum(tensor.size * dtypes[name].itemsize for name, tensor in files.tensors.items()) / share, folder)
     with torch.device("meta"):
@@ -184,8 +182,8 @@ def draw_weights(model: GPT, parameters: Mapping[str, Tensor], seed: int) -> Ite
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for module in model.modules():
-            # Creating a `GPT` first runs the default initialization of its layers. Repeat this initialization and
-            # discard its results, so that the weights below get the same random values as in a new `GPT`.
+            # Creating a `GPT` first runs the default initialization of its layers. Repeat it and discard the results,
+            # so that the weights below get the same random values.
             if isinstance(module, nn.Embedding):
                 nn.Embedding(module.num_embeddings, module.embedding_dim)
             elif isinstance(module, nn.Linear):
@@ -197,8 +195,8 @@ def draw_weights(model: GPT, parameters: Mapping[str, Tensor], seed: int) -> Ite
 
 
 def _shapes(sizes: GPTSizes, folder: Path, files: ModelFiles) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight in a model. All layers have the same shapes, so a one-layer model on the meta
-    device is enough to compute them.
+    """Return the shape of each weight. All layers have the same shapes, so a one-layer model on the meta device is
+    enough.
     """
     try:
         with torch.device("meta"):
@@ -219,7 +217,6 @@ def _shapes(sizes: GPTSizes, folder: Path, files: ModelFiles) -> dict[str, tuple
 
 
 def read_sizes(folder: Path, config: Mapping[str, Any]) -> GPTSizes:
-    """Read the sizes of a saved model from its config."""
     path = folder / CONFIG
     known = keys_of(GPTSizes).keys()
     if unknown := sorted(config.keys() - known - {"model_type"}):
@@ -277,8 +274,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, sizes: GPTSizes) -> None:
         super().__init__()
-        # Use two matrix products: merging them into one would save less time than concatenating their gradients would
-        # cost.
+        # Merging these two matrix products would save less time than concatenating their gradients would cost.
         self.gate = Linear(sizes.n_embd, sizes.ffn)
         self.up = Linear(sizes.n_embd, sizes.ffn)
         self.down = Linear(sizes.ffn, sizes.n_embd)
@@ -310,7 +306,8 @@ class Norm(nn.Module):
 
 
 class KVCache:
-    """Key-value cache for generation, a tensor (2, rows, slots, heads, size) per layer; a token's slot is its position.
+    """Key-value cache for generation: one tensor (2, rows, slots, heads, size) per layer. A token's slot is its
+    position.
 
     Rows are right-padded: slots after the end of a row are masked and are overwritten later.
     """

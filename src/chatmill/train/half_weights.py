@@ -35,7 +35,7 @@ class HalfEmbedding(nn.Embedding):
 
 
 class _CastLinear(torch.autograd.Function):
-    """Computes x Wᵀ + b in the dtype of x, and saves the weight for the backward pass instead of its cast copy."""
+    """Computes x Wᵀ + b in the dtype of x. The backward pass keeps the weight, but not its cast copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -57,7 +57,7 @@ class _CastLinear(torch.autograd.Function):
 
 
 def _cast_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x Wᵀ + b in the dtype of x, without casting the whole weight at once if the input is small."""
+    """Compute x Wᵀ + b in the dtype of x. If the input is small, cast only a part of the weight at a time."""
     if x.numel() >= weight.numel() or weight.numel() <= CAST_VALUES:
         return F.linear(x, weight.to(x.dtype), bias)
     parts = weight.split(max(1, CAST_VALUES // weight.shape[1]))
@@ -68,9 +68,8 @@ def _cast_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def use_half_weights(model: nn.Module, compute: torch.dtype, place: str) -> None:
     """Prepare a model to compute in `compute` precision if its half-precision weights have another dtype.
 
-    The weights of linear layers and embeddings keep their dtype. All other weights, such as norm weights, become
-    float32. Weights that already have `compute` precision, and models without half-precision weights, are left
-    unchanged.
+    The weights of linear layers and embeddings keep their dtype. Other half-precision weights, such as norm weights,
+    become float32. Weights that already have `compute` precision do not change.
     """
     linear = {nn.Linear: HalfLinear, nn.Embedding: HalfEmbedding}
     classes = linear | {half: half for half in linear.values()}
@@ -93,15 +92,12 @@ def use_half_weights(model: nn.Module, compute: torch.dtype, place: str) -> None
 
 
 def is_half(tensor: Tensor | None) -> bool:
-    """Whether a tensor is bfloat16 or float16."""
     return tensor is not None and tensor.dtype in HALF_DTYPES
 
 
 @contextmanager
 def widened(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Context in which the model computes in float32; the half-precision weights of each block are converted only while
-    the block runs.
-    """
+    """Make the model compute in float32. The weights of a block are converted only while the block runs."""
     narrow: dict[nn.Parameter, Tensor] = {}
 
     def widen(parameters: Iterable[nn.Parameter]) -> None:

@@ -54,7 +54,7 @@ class HFModel(CausalModel):
         compute: torch.dtype | None = None,
         separates: bool | None = None,
     ) -> None:
-        """`separates` tells whether the architecture separates packed conversations; if it is None, the model is
+        """`separates` tells whether the architecture separates packed conversations. If it is None, the model is
         tested.
         """
         super().__init__()
@@ -90,7 +90,7 @@ class HFModel(CausalModel):
         return model
 
     def remember_files(self, files: ModelFiles, *, fused: Sequence[Sequence[str]] = ()) -> None:
-        """Record the dtypes of the files from which the model is loaded, so that it is saved in the same dtypes.
+        """Record the dtypes of the model files, so that the model is saved in the same dtypes.
 
         `fused` lists groups of weights that transformers computed together from several tensors in the files.
         """
@@ -207,8 +207,7 @@ class HFModel(CausalModel):
         for group in fused if len(parts) < len(saved) else ():
             tensors = self._reverted({name: like[name] for name in group})
             parts.append(SavedPart(group, tuple(tensors), is_converted=True))
-        # Save in parts only if the parts together contain exactly the tensors that transformers would write, without
-        # duplicates.
+        # Save in parts only if the parts contain exactly the tensors that transformers would write, without duplicates.
         written = [name for part in parts for name in part.saved]
         return parts if len(written) == len(set(written)) and set(written) == saved.keys() else None
 
@@ -259,8 +258,7 @@ class HFModel(CausalModel):
                     is_quantized = getattr(self.lm, "is_loaded_in_4bit", False)
                     if is_quantized or not any(map(is_half, self.lm.parameters())):
                         raise
-                    # Convert the model to float32: some layers read the weights of other layers and need them in the
-                    # dtype of the hidden states.
+                    # Some layers read the weights of other layers and need them in the dtype of the hidden states.
                     self.lm.float()
                     self.is_widened = True
             with widened(self.lm, self._layers()):
@@ -369,7 +367,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def _unpacked(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each segment, the indices of its tokens in the flattened rows, padded at the end, and its length."""
+    """Return the token indices of each segment in the flattened rows, padded at the end, and the segment lengths."""
     start = segment_begins(segments).flatten().nonzero().squeeze(1)
     lengths = torch.diff(start, append=start.new_tensor([segments.numel()]))
     index = start[:, None] + torch.arange(int(lengths.max()), device=segments.device)

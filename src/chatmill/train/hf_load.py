@@ -1,5 +1,6 @@
-"""Load model folders with transformers and peft. File headers are checked before a model is loaded, and every error
-message is one line.
+"""Load model folders with transformers and peft.
+
+File headers are checked before a model is loaded. Every error message is one line.
 """
 
 from __future__ import annotations
@@ -74,7 +75,6 @@ def load_lm(folder: Path, *, weights: WeightPrecision = "float32") -> Any:
 
 
 def auto_classes(folder: Path) -> tuple[Any, Any]:
-    """Import `AutoConfig` and `AutoModelForCausalLM` from transformers."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
@@ -83,10 +83,9 @@ def auto_classes(folder: Path) -> tuple[Any, Any]:
 
 
 def missing_fault(folder: Path, missing: Sequence[str]) -> DataError:
-    """Return the error for a model whose files lack these weights."""
     return DataError(
-        f"{folder}: the weight files have no {one_line(missing[0])}, which {CONFIG} requires ({len(missing)} weights "
-        f"are missing)"
+        f"{folder}: the weight files have no {one_line(missing[0])}, which {CONFIG} requires (missing weights: "
+        f"{len(missing)})"
     )
 
 
@@ -101,7 +100,7 @@ def _check_can_quantize(files: ModelFiles) -> None:
 
 
 def check_shapes(files: ModelFiles, config: Any, weights: WeightPrecision, *, share: int = 1) -> WeightDtypes:
-    """Return the dtypes in which to load a model; raise `DataError` if its weights do not match its config or do not
+    """Return the dtypes in which to load a model. Raise `DataError` if its weights do not match its config or do not
     fit into memory.
 
     For nf4 weights, return the dtypes before quantization. The memory check assumes that the weights are divided
@@ -117,8 +116,8 @@ def check_shapes(files: ModelFiles, config: Any, weights: WeightPrecision, *, sh
     except (NotImplementedError, RuntimeError) as error:
         if "meta tensor" not in str(error):
             raise
-        # A few constructors compute with tensor values, which the meta device does not support, so use the sizes in the
-        # files.
+        # A few constructors compute with tensor values, which the meta device does not support. For these, use the
+        # sizes in the files.
         dtypes = weight_dtypes(files, {}, kept)
         sizes = {name: tensor.size for name, tensor in files.tensors.items()}
     else:
@@ -171,7 +170,8 @@ def faults_of(folder: Path, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        # If the first line is a heading that ends with a colon, as in torch errors, also include the second line.
+        # In torch errors, the first line may be a heading that ends with a colon. In that case, include the second
+        # line.
         reason = one_line(" ".join(each.strip() for each in lines[: 1 + lines[0].endswith(":")]), 300)
         raise DataError(f"{folder}: {what} ({reason})") from None
 

@@ -1,8 +1,8 @@
 """Build Hugging Face models with parameters on the meta device, and find their tensors in the weight files.
 
-transformers renames tensors while it loads a model, and computes some tensors from several others (fused experts). This
-module applies transformers' conversion rules to one tensor at a time. Functions in this module raise
-`NotShardableError` for models that the conversion rules do not cover.
+transformers renames tensors while it loads a model, and fuses some of them, such as the weights of experts. This module
+applies transformers' conversion rules to one tensor at a time. It raises `NotShardableError` for models that these
+rules do not cover.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ class TensorSource(NamedTuple):
     targets: tuple[str, ...]
     """Parameter names in the model."""
     convert: Callable[[Sequence[Tensor]], Mapping[str, Tensor]] | None = None
-    """Computes the tensors of the model, by name, from the tensors in the files; None if a single tensor is used
-    unchanged.
-    """
+    """Computes the model tensors, by name, from the file tensors; None if a single tensor is used unchanged."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class MetaModel:
 
 
 class CastRows(NamedTuple):
-    """A tensor in a file whose rows are cast when they are read."""
+    """A tensor in a file. Its rows are cast when they are read."""
 
     rows: Rows
     dtype: torch.dtype
@@ -89,7 +87,7 @@ def _rows(source: TensorSource, target: str, rows: Callable[[str], Rows], dtype:
 
 
 def open_hf(folder: Path, *, compute: torch.dtype | None, weights: WeightPrecision, share: int) -> OpenedModel:
-    """Open a Hugging Face model on the meta device; check that its weights, divided equally among `share` ranks, fit
+    """Open a Hugging Face model on the meta device. Check that its weights, divided equally among `share` ranks, fit
     into memory.
     """
     meta = _load_on_meta(folder, weights, share=share)
@@ -101,9 +99,7 @@ def open_hf(folder: Path, *, compute: torch.dtype | None, weights: WeightPrecisi
 
 
 def open_adapters(folder: Path, *, compute: torch.dtype | None, share: int) -> OpenedModel:
-    """Open adapters with their base model; the adapters are unsharded in host memory, and the base model is on the meta
-    device.
-    """
+    """Open adapters with their base model. The adapters are in host memory, the base model on the meta device."""
     config = read_config(folder / ADAPTER_CONFIG)
     if keys := [key for key in READS_BASE if config.get(key)] or ["bias"] * (config.get("bias", "none") != "none"):
         raise NotShardableError(f"{ADAPTER_CONFIG} has {keys[0]}")
@@ -182,7 +178,7 @@ def _load_on_meta(folder: Path, weights: WeightPrecision, *, share: int) -> Meta
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Move parameters to the meta device as they are registered; buffers are computed, because they depend only on the
+    """Move parameters to the meta device as they are registered. Buffers are computed, because they depend only on the
     config.
     """
     register = nn.Module.register_parameter
@@ -200,8 +196,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _sources(lm: Any, files: ModelFiles) -> Iterator[TensorSource]:
-    """Find the file tensors for each model tensor with the rules of transformers
-    (`convert_and_load_state_dict_in_model`).
+    """Find the file tensors for each model tensor, with the rules of transformers'
+    `convert_and_load_state_dict_in_model`.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -320,9 +316,7 @@ def _read_buffers(meta: MetaModel, dtype_of: Callable[[str, torch.dtype], torch.
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Turn off oneDNN, which caches copies of weights. `torch.backends.mkldnn.flags` is not used, because it prints a
-    warning.
-    """
+    """Turn off oneDNN, which caches copies of weights. `torch.backends.mkldnn.flags` would print a warning."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -332,11 +326,9 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _test(folder: Path, weights: WeightPrecision, compute: torch.dtype | None, share: int) -> bool:
-    """Test, as `HFModel` does, whether the architecture separates packed conversations, with weights from memory-mapped
-    files.
+    """Test whether the architecture separates packed conversations, like `HFModel`, but with weights from mapped files.
 
-    Weights are read layer by layer. If casting would not change the result, weights keep the dtype of the files and use
-    no memory besides the mapped files.
+    Weights are read layer by layer. They keep the dtype of the files if casting would not change the result.
     """
     meta = _load_on_meta(folder, "stored" if weights == "float32" else weights, share=share)
     with open_weights(meta.files) as rows:

@@ -21,11 +21,13 @@ ADAPTERS = "chatmill.train.lora:LoraModel"
 
 Load = Callable[..., CausalModel]
 BaseWeights = Literal["trained", "original"]
-"""Weights of the base model to use with adapters: those used in training (4-bit if quantized), or those stored on disk.
+"""Base model weights to use with adapters: the (possibly quantized) weights used in training, or those stored on disk.
 """
 MODEL_FAMILIES: dict[str, str | Load] = {"chatmill-gpt": "chatmill.train.gpt:GPT"}
-"""Model families by the `model_type` in config.json. A family is a class with a `load` method, given as MODULE:CLASS so
-that it is imported only when used, or a function `load(folder, *, compute, weights)`. Register new model families here.
+"""Model families by the `model_type` in config.json. Register new model families here.
+
+A family is a function `load(folder, *, compute, weights)` or the name of a class with a `load` method. The name has the
+form MODULE:CLASS, and the class is imported only when used.
 """
 
 
@@ -40,8 +42,8 @@ def open_model(
 
     `weights` is the precision of the weights in memory; "stored" keeps the dtype of the files.
 
-    For an adapter folder, return the base model with the adapters applied; pass the folder of the base model as
-    `base_model` if it has moved. The model in a checkpoint is opened only if its files match the recorded hashes.
+    For an adapter folder, return the base model with the adapters applied. If the base model has moved, pass its new
+    folder as `base_model`. The model in a checkpoint is opened only if its files match the recorded hashes.
 
     >>> import tempfile
     >>> from chatmill.train import GPT, GPTSizes
@@ -65,10 +67,10 @@ def open_model(
 def open_ready(
     path: str | Path, device: str = "auto", *, base: BaseWeights = "trained", base_model: str | None = None
 ) -> CausalModel:
-    """Load the model in a model folder, checkpoint or run on `device`, in eval mode and in the precision of its files.
+    """Load the model in a model folder, checkpoint or run, in eval mode and in the precision of its files.
 
-    `base` and `base_model` apply only to adapters: `base` selects the quantized or the original weights of a base model
-    that was quantized in training, and `base_model` is the folder of a base model that has moved.
+    `base` and `base_model` apply only to adapters. If the base model was quantized in training, `base` selects its
+    quantized or its original weights. If the base model has moved, `base_model` is its new folder.
     """
     folder = model_folder(path)
     if base != "trained" and not is_adapter(folder):
@@ -88,8 +90,8 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
 
 
 def check_is_model(folder: Path) -> None:
-    """Raise `DataError` if the file headers in a folder are not those of a model or of adapters. The headers of custom
-    model families are not checked.
+    """Raise `DataError` if the file headers in a folder are not those of a model or of adapters. Custom model families
+    are not checked.
     """
     check_folder(folder)
     if is_adapter(folder) or not callable(MODEL_FAMILIES.get(model_type(folder))):

@@ -2,8 +2,8 @@
 
     train_model(config, model_name="my_sft_model", dataset_dir="data/chat_sft")
 
-A run that is stopped at any moment and resumes from its last checkpoint computes the same results as an uninterrupted
-run: batches depend only on the loader's cursor, and the learning rate and random numbers only on the step.
+A run that resumes from a checkpoint computes the same results as an uninterrupted run. Batches depend only on the
+loader's cursor. The learning rate and random numbers depend only on the step.
 """
 
 from __future__ import annotations
@@ -48,13 +48,11 @@ CUT_COUNTS = ("cut_episodes", "cut_tokens", "answer_cut")
 OnStep = Callable[[StepRecord], None]
 """A function that is called on every rank after each step."""
 OnEval = Callable[[CausalModel, int], Mapping[str, float]]
-"""A function that is called on rank 0 after each evaluation with the model and the step; its result is added to the
+"""A function that is called on rank 0 after each evaluation, with the model and the step. Its result is added to the
 metrics.
 """
 OpenText = Callable[[Place], TokenText | None]
-"""A function that opens the decoder for a dataset's tokens, to show sample answers; it returns None if the dataset has
-no tokenizer.
-"""
+"""A function that opens the decoder for a dataset's tokens, or returns None if the dataset has no tokenizer."""
 
 
 def train_model(
@@ -80,7 +78,7 @@ def train_model(
     `resume` is a checkpoint folder, or `auto` for the newest checkpoint of the run, if it has one. `model` replaces the
     model in the config, and `loss` replaces weighted cross entropy. `watch` is called after every step, `on_eval` after
     every evaluation. Sample answers are shown if `open_text` returns a decoder. The run reports to `trackers` in
-    addition to the trackers in `report_to`; at the end, it also reports the page that `report_page` returns. `notes`
+    addition to the trackers in `report_to`. At the end, it also reports the page that `report_page` returns. `notes`
     are printed when the run starts. `quiet` turns off all printed output.
 
     A run that fails before it finishes its first step leaves neither a folder nor an audit log.
@@ -311,9 +309,7 @@ class _Loop:
         return LossSpikes.of_run(self.state, self.run_dir)
 
     def _evaluate(self) -> bool:
-        """Evaluate the model on the val split, if the data has one; return whether the val loss is the lowest in the
-        run.
-        """
+        """Evaluate on the val split, if the data has one; return whether the val loss is the lowest so far."""
         state, model = self.state, self.state.stepper.model
         if "val" not in state.loader.splits:
             return False
@@ -367,13 +363,13 @@ class _Loop:
         return text
 
     def _save(self, *, usable: bool) -> None:
-        """Write a checkpoint; it has a model folder if it is not sharded or if `usable` is set. All ranks must call
+        """Write a checkpoint. It has a model folder if it is not sharded or if `usable` is set. All ranks must call
         this method.
         """
         state, stepper, keep = self.state, self.state.stepper, self.state.config.keep_checkpoints
         sharded = state.config.checkpoint == "sharded"
-        # Only the last and the best sharded checkpoint have a model folder, because writing one requires sending all
-        # weights between ranks.
+        # Writing a model folder from shards sends all weights between ranks, so only the last and the best checkpoint
+        # get one.
         usable = usable or not sharded
         about = about_model(state.loader, step=state.step, base=state.base) if usable else None
         folder, run, world = self.run_dir.folder, state.to_json(), state.world

@@ -146,13 +146,11 @@ def read_adapters(folder: Path, lm: Any) -> Any:
         need = peft.get_peft_model_state_dict(peft_model, save_embedding_layers=False)
         _use_float32(peft_model, folder)
     if missing := sorted(need.keys() - tensors.keys()):
-        raise DataError(
-            f"{folder / ADAPTER_WEIGHTS}: has no {one_line(missing[0])} ({len(missing)} tensors are missing)"
-        )
+        raise DataError(f"{folder / ADAPTER_WEIGHTS}: has no {one_line(missing[0])} (missing tensors: {len(missing)})")
     if others := sorted(tensors.keys() - need.keys() - copied):
         raise DataError(
             f"{folder / ADAPTER_WEIGHTS}: has {one_line(others[0])}, which matches no adapter on this base model "
-            f"({len(others)} tensors do not match); pass the base model that the adapters were trained on"
+            f"(tensors that do not match: {len(others)}); pass the base model that the adapters were trained on"
         )
     return peft_model
 
@@ -175,9 +173,7 @@ def _use_float32(peft_model: Any, folder: Path) -> None:
 
 
 def _copied_embeddings(folder: Path, tensors: Mapping[str, Any], lm: Any) -> set[str]:
-    """Return the names of adapter tensors that equal an embedding of the base model; peft saves such copies for some
-    targets.
-    """
+    """Return the names of adapter tensors that are copies of an embedding. For some targets, peft saves such copies."""
     copied = set()
     for name, module in lm.named_modules():
         if module is lm.get_input_embeddings() or module is lm.get_output_embeddings():
@@ -221,7 +217,7 @@ def check_base(folder: Path, base: Path) -> None:
     if stored is not None and stored["sha256"] != (mine := weights_hash(base)):
         raise DataError(
             f"{folder}: these adapters were trained on {one_line(stored['folder'], 300)} with weights "
-            f"{stored['sha256'][:12]}…, but {base} has {mine[:12]}…; use the base model that the adapters were "
+            f"{stored['sha256'][:12]}…, but {base} has weights {mine[:12]}…; use the base model that the adapters were "
             f"trained on"
         )
 

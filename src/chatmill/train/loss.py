@@ -1,8 +1,8 @@
 """Loss functions: their interface, and weighted cross entropy over trained tokens.
 
-The head runs only on trained positions, a chunk at a time, so the logits of a whole batch are never materialized.
-Losses are sums, not means: the loop divides by the total weight of the global batch, so the result does not depend on
-how the batch is split over micro-batches and ranks.
+The head runs on one chunk of trained positions at a time, so the logits of a whole batch are never materialized. Losses
+are sums, which the loop divides by the total weight of the global batch. The result does not depend on how the batch is
+split over micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def trained_states(hidden: Tensor, targets: TrainedPositions) -> Tensor:
 
 
 def by_segment(losses: Losses, targets: TrainedPositions, segments: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return Σ weight · loss and Σ weight of each segment as (rows, count) tensors; their quotient is the segment's
-    loss.
+    """Return Σ weight · loss and Σ weight for each segment, as (rows, count) tensors. The loss of a segment is their
+    quotient.
     """
     place = targets.index
     cell = place // segments.shape[1] * count + segments.flatten()[place]
@@ -149,8 +149,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        # Write the result directly in the dtype of the parameter: for bfloat16 parameters, a float32 copy would take
-        # twice as much memory as the result.
+        # Write the result directly in the dtype of the parameter. A float32 copy would take twice the memory of a
+        # bfloat16 result.
         scaled = (
             None if saved is None else torch.mul(saved, grad, out=torch.empty_like(saved, dtype=dtype))
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -161,10 +161,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _chunked_loss(
     hidden: Tensor, head: LMHead, targets: TrainedPositions, *, needed: tuple[bool, bool, bool]
 ) -> tuple[Losses, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Compute the losses at the trained positions and the gradients of their weighted sum. `needed` tells which
-    gradients to compute: those of the hidden states, the weight and the bias.
+    """Compute the losses at the trained positions and the gradients of their weighted sum.
 
-    The logits of each chunk are overwritten with their gradients.
+    `needed` tells whether to compute the gradients of the hidden states, the weight and the bias. The logits of each
+    chunk are overwritten with their gradients.
     """
     matrix = head.weight.to(hidden.dtype)
     bias = None if head.bias is None else head.bias.to(hidden.dtype)
@@ -190,7 +190,7 @@ def _chunked_loss(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a matrix product to a float32 sum; on a GPU, the product is not rounded to the dtype of its factors."""
+    """Add a matrix product to a float32 sum. On a GPU, the product is not rounded to the dtype of its factors."""
     if a.is_cuda and torch.version.hip is None and a.dtype != torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
@@ -198,7 +198,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _chunks(count: int, matrix: Tensor) -> list[tuple[int, int]]:
-    """Split positions into ranges whose logits stay within the size limit; sizes are as equal as MULTIPLE allows."""
+    """Split positions into ranges of about equal size whose logits stay within the size limit."""
     limit = GPU_LOGIT_BYTES if matrix.is_cuda else LOGIT_BYTES
     most = max(1, limit // (matrix.element_size() * matrix.shape[0] * MULTIPLE)) * MULTIPLE
     number = -(-count // most)

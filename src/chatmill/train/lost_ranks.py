@@ -1,16 +1,15 @@
 """Detect within seconds that a run has lost a rank, and end the other ranks.
 
-Every rank keeps a TCP connection to two ranks, the hubs: rank 0, and a rank on another node if the run has several
-nodes. When a process ends for any reason, the operating system closes its connections, and TCP keep-alive closes
-connections to an unreachable node. A rank that is slow, compiling, or stopped in a debugger keeps its connections,
-because ranks do not need to send messages.
+Every rank keeps a TCP connection to two ranks, the hubs: rank 0 and another rank, if possible on a different node. When
+a process ends for any reason, the operating system closes its connections. TCP keep-alive closes connections to an
+unreachable node. Ranks do not need to send messages, so a rank that is slow, compiling, or stopped in a debugger keeps
+its connections.
 
-    rank 0 ── rank 1, rank 2, rank 3, …      a hub sends all others the ranks that are lost;
+    rank 0 ── rank 1, rank 2, rank 3, …      a hub tells all others which ranks are lost;
     hub b  ── rank 0, rank 1, rank 2, …      the first remaining hub prints one line
 
-When a rank is lost, a signal interrupts the main thread of every other rank, and the signal handler raises
-`LostRankError`. If the main thread cannot be interrupted, for example in a collective on GPUs, the process ends after a
-few seconds.
+When a rank is lost, a signal interrupts the main thread of every other rank. The signal handler raises `LostRankError`.
+If the main thread cannot be interrupted, as in a GPU collective, the process ends after a few seconds.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 30
 SETTLE_SECONDS = 0.5
-"""Ranks that are lost within this time of each other, such as all ranks on a node, are reported in one line."""
+"""Ranks that are lost within this time are reported in one line, such as all ranks on a node."""
 GRACE_SECONDS = 5.0
 """Time that the main thread may take to end after it is interrupted."""
 FAILED_SECONDS = 5.0
-"""Delay before the main thread is interrupted if another rank failed with an error, because this rank may be about to
-raise the same error.
+"""Delay before the main thread is interrupted if another rank failed with an error. This rank may be about to raise the
+same error.
 """
 WAKE = signal.SIGURG
 """The signal that interrupts the main thread; without a handler, the system ignores this signal."""
@@ -158,13 +157,10 @@ class RankWatch:
 
     @property
     def has_fault(self) -> bool:
-        """Whether another rank is known to be lost or to have failed."""
         return self._known.is_set()
 
     def explain(self) -> LostRankError | None:
-        """Wait briefly for messages from the hubs; return the error that made a collective fail, or None if no rank is
-        lost.
-        """
+        """Return the error that made a collective fail, or None if no rank is lost."""
         # Wait, because a hub may need a moment to detect the broken connection and notify the other ranks.
         if not self._known.wait(GRACE_SECONDS):
             return None
@@ -347,9 +343,7 @@ class RankWatch:
         raise self._error()
 
     def _terminate(self, number: int, _: object) -> None:
-        """Ignore the SIGTERM that torchrun sends after a rank is lost, so that this rank can first report the lost
-        rank.
-        """
+        """Ignore the SIGTERM that torchrun sends after a rank is lost, so that this rank can report the loss first."""
         end = time.monotonic() + SETTLE_SECONDS
         while not self.has_fault and time.monotonic() < end:
             time.sleep(0.02)

@@ -1,10 +1,10 @@
 """AdamW for bfloat16 weights with stochastic rounding, and bfloat16 or 8-bit moments.
 
 The optimizer computes each update in float32 and rounds it once. A weight between two bfloat16 numbers is rounded to
-one of these numbers at random, with probabilities that preserve its expected value, so updates smaller than half a unit
-in the last place are not lost. 8-bit moments are indices into a lookup table, with one scale per block of a row
-(Dettmers et al., arXiv 2110.02861). An 8-bit second moment is stored as its square root, which has the same range as
-the gradients and therefore does not underflow to zero.
+one of them at random, with probabilities that preserve its expected value. Small updates are therefore not lost.
+
+8-bit moments are indices into a lookup table, with one scale per block of a row (Dettmers et al., arXiv 2110.02861). An
+8-bit second moment is stored as its square root, which has the same range as the gradients and does not underflow.
 
 On a GPU, the update is compiled to one kernel per parameter, without a float32 copy of the parameter.
 """
@@ -53,7 +53,6 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         self.eight_bit = eight_bit
 
     def fresh_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Create the initial state of a parameter."""
         step = torch.tensor(0.0)
         size = _block_size(parameter) if self.eight_bit else 0
         if not size:
@@ -139,8 +138,8 @@ def _update_bf16(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tens
     bits = _random_bits(weight)
     new, mean, square = _adamw(weight, grad, exp_avg.float(), exp_avg_sq.float(), numbers)
     exp_avg.copy_(mean)
-    # Round stochastically: with beta2 near 1, the second moment often changes by less than half a unit in the last
-    # place per step, and rounding to nearest would undo every such change.
+    # With beta2 near 1, the second moment often changes by less than half a unit in the last place per step. Rounding
+    # to nearest would undo every such change, so round stochastically.
     exp_avg_sq.copy_(_rounded(square, bits >> 14))
     weight.copy_(new if weight.dtype == torch.float32 else _rounded(new, bits))
 
@@ -185,7 +184,6 @@ def _adamw(
 
 
 def _random_bits(like: Tensor) -> Tensor:
-    """Return 30 random bits per value."""
     return torch.randint(0, 1 << 30, like.shape, dtype=torch.int32, device=like.device)
 
 
@@ -198,7 +196,7 @@ def _rounded(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def _codes(values: Tensor, edges: Tensor) -> Tensor:
-    """Return the 8-bit code of each value: the number of edges after the first that are at or below the value."""
+    """Return the 8-bit code of each value: the index of the last edge at or below the value."""
     if not torch.compiler.is_compiling():
         return torch.bucketize(values, edges[1:], out_int32=True, right=True).to(torch.uint8)
     # Use a binary search with table lookups, which torch.compile fuses into the kernel.

@@ -154,7 +154,7 @@ def _cpus() -> int:
 
 
 def open_files() -> Iterator[CheckRow]:
-    """Check the limit on open files, because a rank connects to all other ranks and maps the files of a dataset."""
+    """Check the limit on open files. A rank connects to all other ranks and maps the files of a dataset."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     size = os.environ.get("WORLD_SIZE", "1")
     needed = 512 + 4 * (int(size) if size.isdigit() else 1)
@@ -166,7 +166,6 @@ def open_files() -> Iterator[CheckRow]:
 
 
 def network() -> Iterator[CheckRow]:
-    """Check the network interfaces that connect the ranks."""
     if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return
     master, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]

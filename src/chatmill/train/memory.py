@@ -12,7 +12,7 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_memory() -> float:
-    """Return the number of bytes that this process can still use, or infinity if the system does not report a limit.
+    """Return the bytes that this process can still use, or infinity if the system does not report a limit.
 
     Linux lets a process allocate more memory than is available, and kills the process once it uses that memory. In a
     container, the control group sets the memory limit.

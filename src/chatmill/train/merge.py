@@ -1,5 +1,4 @@
-"""Merge LoRA adapters into their base model; the result is a plain Hugging Face folder that needs neither peft nor
-chatmill.
+"""Merge LoRA adapters into their base model. The result is a plain Hugging Face folder.
 
 Each adapted weight is merged in float32 and rounded once, to the dtype in which it is saved. The model is kept in
 memory in its stored precision, with only one weight at a time in float32.
@@ -56,8 +55,8 @@ class Merged:
     size: int
     """Total size of the weight files, in bytes."""
     difference: LogitDifference | None = None
-    """Difference between the logits of the merged model and of the trained model; None unless QLoRA adapters were
-    merged into the original base model.
+    """Difference between the logits of the merged and the trained model. None unless QLoRA adapters were merged into
+    the original base model.
     """
 
 
@@ -71,15 +70,14 @@ def merge_adapters(
     overwrite: bool = False,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Merged:
-    """Merge the adapters of a run, a checkpoint or an adapter folder into their base model; write a new model folder.
+    """Merge the adapters of a run, a checkpoint or an adapter folder into their base model, as a new model folder.
 
-    The new model folder includes the tokenizer, the chat template and the training metadata of the run, and is written
-    atomically. `save_dtype` is the dtype of the saved weights; "auto" keeps the dtype of each weight in the base model.
-    `progress` is called after each merged layer.
+    The new folder includes the tokenizer, the chat template and the training metadata. It is written atomically.
+    `save_dtype` is the dtype of the saved weights; "auto" keeps the dtype of each weight in the base model. `progress`
+    is called after each merged layer.
 
-    Adapters trained on a quantized base model are merged into the dequantized weights that they were trained with. If
-    `base` is "original", QLoRA adapters are merged into the stored weights, and the result reports how much the logits
-    differ from those of the quantized model with adapters.
+    By default, QLoRA adapters are merged into the dequantized weights that they were trained with. If `base` is
+    "original", they are merged into the stored weights. The result then reports how much this changes the logits.
     """
     target = local_path(output)
     folder = model_folder(path)
@@ -135,7 +133,7 @@ def _dequantized(base: Path, save_dtype: str) -> Any:
 
 
 def _difference(lm: Any, folder: Path, base: Path) -> LogitDifference:
-    """Compare the logits of the merged model with the logits of the quantized base model with adapters."""
+    """Compare the logits of the merged model with those of the quantized model with adapters."""
     merged = probe_logits(lm)
     trained = load_lm(base, weights="nf4")
     read_adapters(folder, trained)

@@ -1,7 +1,7 @@
 """The model interface that the loop, evaluation and generation use for every model family.
 
-The loss of a batch is computed in two replaceable steps: a model family computes hidden states and provides its head
-(`CausalModel`), and a loss function computes the loss from both (`LossFunction` in loss.py).
+The loss of a batch is computed in two steps. A model (`CausalModel`) computes hidden states and provides its head. A
+loss function (`LossFunction` in loss.py) computes the loss from both.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 
 WeightPrecision = Literal["float32", "stored", "bfloat16", "nf4"]
-"""The precision of a model's weights in memory: "float32" for full fine-tuning, "stored" (the dtype of the files) for
-frozen weights, "bfloat16" for optimizers that train bfloat16 weights, or "nf4" (linear layers quantized to 4 bits) for
-QLoRA.
+"""The precision of a model's weights in memory.
+
+"float32" is for full fine-tuning, and "bfloat16" is for optimizers that train bfloat16 weights. "stored" keeps the
+dtype of the files, for frozen weights. "nf4" quantizes linear layers to 4 bits, for QLoRA.
 """
 
 
@@ -60,9 +61,8 @@ class Inputs(NamedTuple):
 def usable_precision(compute: torch.dtype | None) -> torch.dtype | None:
     """Return `compute`, after making sure that torch can compute in this dtype without printing a warning.
 
-    On an Arm processor without bfloat16 instructions, torch tries oneDNN for the first bfloat16 product, prints a
-    thirty-line warning, and turns oneDNN off permanently. `usable_precision` turns oneDNN off before the first product,
-    which gives the same results without the warning.
+    On an Arm processor without bfloat16 instructions, the first bfloat16 product prints a thirty-line warning and turns
+    oneDNN off. Turning oneDNN off before this product gives the same results without the warning.
     """
     is_arm = platform.machine() == "aarch64" and torch.backends.mkldnn.is_available()
     if compute is torch.bfloat16 and is_arm and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -85,7 +85,7 @@ class SavedPart(NamedTuple):
     saved: tuple[str, ...]
     """Names of the saved tensors in the files."""
     is_converted: bool = False
-    """Whether the saved tensors are computed from the weights, rather than being equal to the weights."""
+    """Whether the saved tensors are computed from the weights instead of being equal to them."""
 
 
 class CausalModel(nn.Module):
@@ -161,13 +161,11 @@ class CausalModel(nn.Module):
         return {name: weights[weight] for weight, name in zip(part.weights, part.saved, strict=True)}
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        """Return the dtype of a weight in the folder from which the model was loaded, or None for a new model."""
+        """Return the dtype of a weight in the files that the model was loaded from, or None for a new model."""
         return None
 
     def with_lora(self, sizes: LoraSizes, folder: Path) -> CausalModel:
-        """Add new adapters to this model and freeze its weights; `folder` is the folder from which the model was
-        loaded.
-        """
+        """Add new adapters to this model and freeze its weights. The model was loaded from `folder`."""
         raise UsageError(f"{folder}: is not a Hugging Face model, but lora is set; LoRA requires a Hugging Face model")
 
     def trained_state(self) -> dict[str, Tensor]:
@@ -177,9 +175,9 @@ class CausalModel(nn.Module):
     def compile_blocks(self, *, recompute: bool = True) -> None:
         """Compile each block with static shapes; blocks with the same code and shapes are compiled only once.
 
-        If `recompute` is set, the backward pass recomputes elementwise operators in kernels that read their inputs
-        anyway, which saves a quarter of the memory at the same speed. With activation checkpointing, blocks need less
-        memory without `recompute`. The `recompute` setting applies to the whole process.
+        If `recompute` is set, the backward pass recomputes elementwise operators. This saves a quarter of the memory at
+        the same speed. With activation checkpointing, blocks need less memory without `recompute`. The setting applies
+        to the whole process.
         """
         import torch._functorch.config as partitioner
 

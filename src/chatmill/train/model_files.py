@@ -68,7 +68,6 @@ class TensorInfo(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements in the tensor."""
         return math.prod(self.shape)
 
 
@@ -120,7 +119,6 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_model_files(folder: Path) -> ModelFiles:
-    """Read the config and the tensor headers of a model folder."""
     check_folder(folder)
     return ModelFiles(folder, read_config(folder / CONFIG), read_headers(folder, WEIGHTS, INDEX))
 
@@ -218,12 +216,10 @@ def check_headers(folder: Path) -> None:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder contains adapters, rather than a model."""
     return (folder / ADAPTER_CONFIG).exists()
 
 
 def model_type(folder: Path) -> str:
-    """Return the `model_type` in a model folder's config.json."""
     name = read_config(folder / CONFIG).get("model_type")
     if not isinstance(name, str):
         raise DataError(
@@ -252,8 +248,8 @@ def check_sizes(files: ModelFiles) -> None:
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the layer counts and sizes in a config and its nested configs; skip null values, which stand for
-    transformers' defaults.
+    """Yield the layer counts and sizes in a config and its nested configs. Null values stand for transformers' defaults
+    and are skipped.
     """
     return ((key, value) for key, value in _named(config, LAYER_COUNTS | SIZES) if value is not None)
 

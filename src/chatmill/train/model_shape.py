@@ -119,8 +119,8 @@ def _hugging_face_shape(
 
 
 def _lm_on_meta(files: ModelFiles, weights: WeightPrecision) -> tuple[Any, set[int]]:
-    """Build the transformers model on the meta device; return the model (None if this fails) and the ids of its 4-bit
-    weights.
+    """Build the transformers model on the meta device; return the model and the ids of its 4-bit weights. The model is
+    None if it cannot be built.
     """
     check_sizes(files)
     if weights == "nf4" and files.config.get("quantization_config"):

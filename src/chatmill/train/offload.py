@@ -3,8 +3,8 @@
     forward    block 0 | block 1 | block 2            backward   block 2 | block 1 | block 0
     copies       in 0      in 1      in 2  to host    copies       in 1      in 0            to the GPU
 
-Copies between GPU and host run on a separate CUDA stream and overlap with computation. At most two block inputs are on
-the GPU at once: the input of the current block, and the input being copied for the next block.
+Copies between GPU and host run on a separate CUDA stream and overlap with computation. The GPU holds at most two block
+inputs at once: that of the current block, and that of the next block while it is copied.
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ class ActivationOffload:
         return self._streams[device]
 
     def _buffer(self, size: int, device: torch.device) -> Tensor:
-        """Return a free buffer of at least `size` bytes; if all free buffers are too small, replace one with a new
-        buffer.
-        """
+        """Return a free buffer of at least `size` bytes. If all free buffers are too small, replace one of them."""
         fitting = [index for index, buffer in enumerate(self._free) if buffer.nbytes >= size]
         if fitting:
             return self._free.pop(min(fitting, key=lambda index: self._free[index].nbytes))
@@ -92,10 +90,10 @@ class ActivationOffload:
 
 
 class SavedInput:
-    """A block input in a host buffer; a copy is also on the device until `drop`, and between `fetch` and `take`.
+    """A block input in a host buffer. A copy is also on the device until `drop`, and between `fetch` and `take`.
 
-    Device memory is allocated and freed on the compute stream. The compute stream waits for a copy before it reads or
-    frees the copied tensor, so the memory of a running copy is never reused.
+    Device memory is allocated and freed on the compute stream. This stream waits for a copy before it reads or frees
+    the tensor, so the memory of a running copy is never reused.
     """
 
     previous: Callable[[], SavedInput | None]
@@ -111,7 +109,7 @@ class SavedInput:
         self._copied = self._copy(self._host, tensor)
 
     def fetch(self) -> None:
-        """Start copying the input to the device, unless the input is already on the device."""
+        """Start copying the input to the device, unless it is already there."""
         if self._tensor is None:
             self._tensor = torch.empty_like(self._host, device=self._where, pin_memory=False)
             self._copied = self._copy(self._tensor, self._host)

@@ -41,7 +41,7 @@ OPTIMIZER_BYTES = {
     "adafactor": OptimizerBytes(4, 0),
     "muon": OptimizerBytes(4, 4),
 }
-"""Memory use of each optimizer. With muon, each parameter in the embedding, the head or a vector has 8 bytes of AdamW
+"""Memory use of each optimizer. With muon, parameters outside the weight matrices of the layers have 8 bytes of AdamW
 state.
 """
 NOT_NEGATIVE = {"exp_avg_sq", "exp_avg_scale", "exp_avg_rms_scale", "row_var", "col_var", "variance"}
@@ -58,16 +58,14 @@ def check_optimizer(state: Mapping[str, Any], settings: OptimizerConfig, place: 
     before = state.get("config", {}).get("optimizer", "adamw")
     if before != settings.optimizer:
         raise UsageError(
-            f"{place}: was written with optimizer {before}, but the config has {settings.optimizer}; resume with "
+            f"{place}: was written with optimizer {before}, but the config selects {settings.optimizer}; resume with "
             f"{before}, "
             f"or start a new run with --init_from_model {place}"
         )
 
 
 def state_fault(kind: str, values: Tensor, *, steps: int) -> str | None:
-    """Return why these values are invalid for a weight or optimizer state after `steps` steps, or None if they are
-    valid.
-    """
+    """Return why these values are invalid after `steps` steps, or None if they are valid."""
     if not values.is_floating_point():
         return None
     if not bool(values.isfinite().all()):
@@ -101,7 +99,7 @@ AnyOptimizer: TypeAlias = torch.optim.Optimizer | OptimizerPair
 
 
 def make_optimizer(model: CausalModel, settings: OptimizerConfig) -> AnyOptimizer:
-    """Create the optimizer that a config selects, for all trainable parameters; only matrices have weight decay."""
+    """Create the optimizer of a config for all trainable parameters. Only matrices have weight decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # AdamW rejects ints, and a config may contain 0 instead of 0.0.
     lr, eps, *betas = map(float, (settings.learning_rate, settings.adam_eps, settings.beta1, settings.beta2))

@@ -14,8 +14,7 @@ from chatmill.train.lost_ranks import RankError
 from chatmill.train.optimizers import OPTIMIZER_BYTES
 
 HOST_MEMORY_ERRORS = ("DefaultCPUAllocator", "Storage size calculation overflowed")
-"""Substrings that identify torch's errors when the host is out of memory; torch has no error class for them.
-"""
+"""Parts of torch's messages when the host is out of memory. torch has no error class for these errors."""
 
 
 SMALLEST = "adamw8bit"

@@ -69,8 +69,6 @@ def _curves(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class _Scale:
-    """A linear scale that maps values to positions in the image."""
-
     def __init__(self, low: float, high: float, start: float, stop: float) -> None:
         largest = max(1.0, abs(low), abs(high))
         if high - low < 1e-9 * largest:

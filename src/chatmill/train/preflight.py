@@ -38,10 +38,10 @@ SCAN = 1 << 24
 
 
 def make_model(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None) -> CausalModel:
-    """Create the model of a config on the CPU: a new model, a model from a folder, or a model from a folder with new
-    adapters. Without adapters, the weights have the precision that the optimizer requires.
+    """Create the model of a config on the CPU: a new model, or a model from a folder, with new adapters if configured.
+    Without adapters, the weights have the precision that the optimizer requires.
 
-    Raises `MemoryError` if a new model does not fit into host memory; the memory for training is estimated earlier.
+    Raises `MemoryError` if a new model does not fit into host memory.
     """
     torch.manual_seed(config.seed)
     if config.init_from_model is None:
@@ -123,7 +123,7 @@ def padding_of(loader: EpisodeLoader) -> int:
 
 
 def data_vocab_size(sources: Sequence[DataSource]) -> int:
-    """Return the vocabulary size of the data, from its metadata or, without metadata, from its largest token id."""
+    """Return the vocabulary size in the metadata of the data or, without metadata, the largest token id plus 1."""
     if sources[0].vocab_size is not None:
         return sources[0].vocab_size
     return 1 + max(_largest(source) for source in sources)
@@ -137,8 +137,8 @@ def _largest(source: DataSource) -> int:
 
 
 def trained_with(folder: Path) -> dict[str, Any]:
-    """Read training.json from a model folder; return an empty object if the file does not exist, as in models from
-    other programs.
+    """Read training.json from a model folder. Models from other programs have no such file; for these, return an empty
+    object.
     """
     path = folder / TRAINING
     training = read_optional(path, "remove the file, or save the model again")
@@ -150,9 +150,7 @@ def trained_with(folder: Path) -> dict[str, Any]:
 
 
 def base_of(folder: Path) -> dict[str, str] | None:
-    """Return the folder and weight hash of the adapters' base model, or None if the adapter folder does not record
-    them.
-    """
+    """Return the folder and weight hash of the adapters' base model, or None if they are not recorded."""
     match trained_with(folder).get("base"):
         case None:
             return None

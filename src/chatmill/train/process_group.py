@@ -46,7 +46,7 @@ has_joined = False
 
 @contextmanager
 def join_group(backend: str, rank: int, size: int, *, timeout: timedelta) -> Iterator[None]:
-    """Context with a process group of all ranks; if one rank is lost, the other ranks end within seconds."""
+    """Join a process group of all ranks. If one rank is lost, the other ranks end within seconds."""
     global has_joined
     has_joined = has_joined or size > 1
     watch: RankWatch | None = None
@@ -72,14 +72,13 @@ def join_group(backend: str, rank: int, size: int, *, timeout: timedelta) -> Ite
 
 @contextmanager
 def lost_rank_errors(rank: str, watch: Callable[[], RankWatch | None]) -> Iterator[None]:
-    """Context that replaces an error caused by a lost rank with a one-line error about the lost rank."""
+    """Replace an error that a lost rank causes with a one-line error."""
     try:
         yield
     except ChatmillError:
         raise
     except Exception as error:
-        # Recognize gloo errors by their message, which starts with a gloo source file name, because gloo has no error
-        # class.
+        # gloo has no error class, but its messages contain the name of a gloo source file.
         is_collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
         watching = watch()
         if watching is not None and (is_collective or watching.has_fault) and (lost := watching.explain()):

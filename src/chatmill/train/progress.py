@@ -15,8 +15,6 @@ DECAY = 0.95
 
 
 class TrainProgress:
-    """Shows the finished steps as a progress bar in a terminal, or as periodic lines in other outputs."""
-
     def __init__(self, first: int, total: int, *, every: int, stream: TextIO | None = None) -> None:
         self._at, self._total, self._every = first, total, every
         self._stream = stream or sys.stderr

@@ -1,5 +1,4 @@
-"""How a training run uses `chatmill.toml`: it reads config keys from the file, and checks that caches were built with
-its tokenizer.
+"""How a training run uses the settings in `chatmill.toml`.
 
 tokenizer.path               compared with the tokenizer of the caches
 training.seed                seed, epoch_seed
@@ -26,9 +25,7 @@ from chatmill.train.config import TrainConfig
 from chatmill.train.sharded_tensors import file_info
 
 TokenizerHash = Callable[[str], str | None]
-"""A function that takes the path of a tokenizer and returns the hash that caches record for this tokenizer, or None if
-the required packages are not installed.
-"""
+"""A function that returns the hash of the tokenizer at a path, or None if the required packages are not installed."""
 
 
 def project_settings() -> dict[str, Any]:
@@ -40,7 +37,7 @@ def project_settings() -> dict[str, Any]:
 
 
 def project_keys(settings: Mapping[str, Any], dataset_dir: object) -> dict[str, Any]:
-    """Convert the settings to training config keys; `dataset_dir` comes from the flags or config file, if set."""
+    """Convert the settings to training config keys. `dataset_dir` comes from the flags or the config file, if set."""
     keys: dict[str, Any] = {}
     if SEED in settings:
         keys |= {"seed": settings[SEED], "epoch_seed": settings[SEED]}
@@ -71,8 +68,8 @@ def compare_tokenizer(
         return
     path, caches = local_path(settings[TOKENIZER]), list(_caches(config))
     if path.is_file() and all(cache.meta.tokenizer_sha256 == file_info(path).sha256 for cache in caches):
-        # Compare with the hash of the file first, because opening the tokenizer is slow; if no tokens were added, the
-        # two hashes are equal.
+        # Opening the tokenizer is slow, so compare with the hash of its file first. The hashes are equal if no tokens
+        # were added.
         return
     named = f"{FILE}: {TOKENIZER} is {one_line(str(path))}"
     if str(path) != "bytes" and not path.exists():

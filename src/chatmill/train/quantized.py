@@ -1,8 +1,7 @@
 """4-bit linear layers for QLoRA base models: bitsandbytes NF4 with double quantization.
 
-transformers quantizes a model layer by layer while loading it, on a GPU if one is available. This module computes with
-the packed weights: matrix products run in the autocast dtype or the dtype of the input, and dequantized weights are not
-kept for the backward pass.
+transformers quantizes a model layer by layer while loading it, on a GPU if one is available. Matrix products run in the
+autocast dtype or the dtype of the input. Dequantized weights are not kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ BLOCK, SCALE_BLOCK = 64, 256
 
 
 def nf4_config() -> Any:
-    """Return the `quantization_config` to pass to transformers."""
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
@@ -102,8 +100,8 @@ class _PackedProduct(torch.autograd.Function):
 def packed_product(
     x: Tensor, packed: Tensor, scales: Tensor, scale: Tensor, code: Tensor, offset: Tensor, shape: Any
 ) -> Tensor:
-    """x Wᵀ with a packed W."""
-    # Use one fused operator: with `unpack` and a matmul, torch.compile would keep the dequantized weight for the
+    """Compute x Wᵀ with a packed W."""
+    # With `unpack` and a matmul instead of one fused operator, torch.compile would keep the dequantized weight for the
     # backward pass.
     return torch.ops.bitsandbytes.gemm_4bit.default(
         x, packed, shape, scale, BLOCK, "nf4", absmax_8bit=scales, absmax_code=code, absmax_offset=offset
@@ -113,7 +111,6 @@ def packed_product(
 def unpack(
     packed: Tensor, scales: Tensor, scale: Tensor, code: Tensor, offset: Tensor, *, shape: Any, dtype: torch.dtype
 ) -> Tensor:
-    """Dequantize a packed weight."""
     ops = torch.ops.bitsandbytes
     absmax = ops.dequantize_blockwise.default(scales, scale, code, SCALE_BLOCK, torch.float32) + offset
     return ops.dequantize_4bit.default(packed, absmax, BLOCK, "nf4", shape, dtype)

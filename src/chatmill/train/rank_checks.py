@@ -56,9 +56,7 @@ def limited(work: Callable[[], T], seconds: float) -> T:
 
 
 class Rendezvous:
-    """Exchanges JSON values between ranks through the c10d store, with a time limit; a single process does not use a
-    store.
-    """
+    """Exchanges JSON values between ranks through the c10d store, with a time limit. One process needs no store."""
 
     def __init__(self, rank: int, size: int, seconds: float) -> None:
         self.rank, self.size, self.seconds = rank, size, seconds
@@ -80,9 +78,7 @@ class Rendezvous:
         self.store = PrefixStore(f"chatmill doctor/{attempt}", store)
 
     def collect(self, key: str, value: Any) -> list[Any]:
-        """Collect the values of all ranks on rank 0, with None for ranks that are late; return an empty list on other
-        ranks.
-        """
+        """Collect the values of all ranks on rank 0, with None for late ranks. On other ranks, return an empty list."""
         if self.store is None:
             return [value]
         if self.rank:
@@ -114,8 +110,8 @@ class Rendezvous:
 
 
 def shared_folder(rendezvous: Rendezvous, folder: Path, hosts: Sequence[str]) -> Iterator[CheckRow]:
-    """Check that all ranks see the file that rank 0 writes into a folder, and that rank 0 sees the files of the other
-    ranks; yield the table rows on rank 0.
+    """Check that all ranks see a file that rank 0 writes, and that rank 0 sees their files. Yield the table rows on
+    rank 0.
 
     Files are written in the same way as checkpoints: under a temporary name, then synced and renamed.
     """
@@ -158,13 +154,12 @@ def _what_failed(error: OSError | ChatmillError) -> str:
 
 
 def _listing(folder: Path) -> str:
-    """Return a hash of the names and sizes of the files in a folder."""
     entries = sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file())
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
 
 def _compare(folder: Path, about: Mapping[str, str], mine: Path) -> str:
-    """Return how the folder on this rank differs from the folder on rank 0, or "" if the two are the same."""
+    """Return how the folder on this rank differs from that on rank 0, or "" if they are the same."""
     try:
         if about["fault"]:
             same = not about["listing"] or _listing(folder) == about["listing"]
@@ -186,7 +181,7 @@ def _folder_rows(
     check: str, folder: Path, about: Mapping[str, str], faults: Sequence[Any], hosts: Sequence[str], seconds: float
 ) -> Iterator[CheckRow]:
     if about["fault"] and not about["listing"]:
-        yield CheckRow(check, about["fault"], "FAIL", "a folder that all ranks can write")
+        yield CheckRow(check, about["fault"], "FAIL", "a folder that all ranks can write to")
         return
     for rank, fault in enumerate(faults):
         theirs = folder / f"{about['name']}-{rank}"
@@ -240,8 +235,7 @@ def _reduce(rendezvous: Rendezvous, device: str, *, cuda: bool) -> dict[str, Any
 
     if not dist.is_initialized():
         assert rendezvous.store is not None
-        # Use a timeout that is longer than the time limit of the check, because NCCL ends the process when its timeout
-        # expires.
+        # Use a timeout longer than the time limit of the check: NCCL ends the process when its timeout expires.
         patience = timedelta(seconds=3 * rendezvous.seconds + 60)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         store = dist.PrefixStore("group", rendezvous.store)
@@ -284,7 +278,7 @@ def _reduce_rows(backend: str, device: str, results: Sequence[Any], hosts: Seque
     ]
     if faults:
         rank, fault = faults[0]
-        more = f" (and {len(faults) - 1} more ranks)" if len(faults) > 1 else ""
+        more = f" (ranks that failed: {len(faults)})" if len(faults) > 1 else ""
         right = "open ports between all nodes, and GLOO_SOCKET_IFNAME set to the interface that connects the nodes"
         if device == "cuda":
             right = "NCCL_SOCKET_IFNAME or NCCL_IB_DISABLE=1 set; NCCL_DEBUG=INFO prints the attempted connections"

@@ -1,4 +1,4 @@
-"""TCP sockets between ranks, on the network of MASTER_ADDR, that close soon after a node becomes unreachable."""
+"""TCP sockets between ranks, which close soon after a node becomes unreachable."""
 
 from __future__ import annotations
 

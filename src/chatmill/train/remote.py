@@ -29,7 +29,7 @@ def storable_config(config: TrainConfig, data: Place) -> TrainConfig:
 
 
 def configure_cache(config: TrainConfig, data: Place) -> None:
-    """Configure the cache of a run; if the data is at a URL, check the cache before the data is opened."""
+    """Configure the cache of a run. If the data is at a URL, also check the cache settings."""
     configure(config.cache_dir, config.cache_size)
     if isinstance(data, Url):
         cache_folder()
@@ -38,7 +38,7 @@ def configure_cache(config: TrainConfig, data: Place) -> None:
 
 @contextmanager
 def shown_downloads(loader: EpisodeLoader | None, say: Callable[[str], None]) -> Iterator[None]:
-    """Context that prints the download progress of a loader every few seconds until all downloads are done."""
+    """Print the download progress of a loader every few seconds until all downloads are done."""
     if loader is None or loader.downloads is None:
         yield
         return

@@ -43,8 +43,7 @@ class TrainResult:
     val_loss: float | None
     val_perplexity: float | None
     val_sources: Mapping[str, Mapping[str, float | None] | None]
-    """For each source of a mix, the `loss`, the `perplexity` and the number of `trained` tokens; None for a source
-    without episodes in val.
+    """Loss, perplexity and number of trained tokens of each source in a mix; None for a source without episodes in val.
     """
     tokens: int
     trained: int
@@ -58,8 +57,8 @@ class TrainResult:
     skipped_steps: int
     """Number of steps that post-training skipped because they had no trained tokens."""
     non_answer_tokens: int
-    """Number of trained tokens in the train split that are not part of answers; they are trained because use_loss_mask
-    is false.
+    """Number of trained tokens in the train split that are not part of answers. The run trains on these tokens because
+    use_loss_mask is false.
     """
     loss_spikes: int
     """Number of steps in the whole run whose loss was far above the loss of the previous steps."""
@@ -75,9 +74,7 @@ class TrainResult:
     """The step of the evaluation with the lowest val loss."""
     best_val_loss: float | None
     best_checkpoint: Path | None
-    """The checkpoint with the lowest val loss, to which the link `best` in the run folder points; None if the run does
-    not keep this checkpoint.
-    """
+    """The checkpoint with the lowest val loss, to which the link `best` points; None if the run does not keep it."""
 
     def to_json(self) -> dict[str, Any]:
         values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}

@@ -1,8 +1,7 @@
 """Rotary position embeddings, and a fused GPU kernel that splits a joint QKV projection into rotated heads.
 
-`split_heads` reads the projection once in the forward and once in the backward pass; separate operations (norm,
-rotation, copies and their gradients) would need seven passes. `split_heads` is a custom torch operator, so compiled
-layers can call it.
+`split_heads` reads the projection once in the forward and once in the backward pass. Separate operations would need
+seven passes over it. Compiled layers can call `split_heads`, because its kernels are custom torch operators.
 """
 
 from __future__ import annotations
@@ -33,15 +32,14 @@ def split_heads(
     """Split a joint projection (rows, length, width) into queries, keys and values (rows, length, heads, size).
 
     Queries and keys are normalized if `weights` are given, then rotated. `heads` contains the numbers of query, key and
-    value heads. `split_heads` launches one kernel in the forward pass and one in the backward pass; tensors must be on
-    a GPU.
+    value heads. The tensors must be on a GPU.
     """
     q, k, v = _SplitHeads.apply(qkv, *(weights or (None, None)), cos, sin, heads, eps)
     return q, k, v
 
 
 class _SplitHeads(torch.autograd.Function):
-    """The autograd function of `split_heads`; the backward pass writes all gradients directly into one tensor."""
+    """The autograd function of `split_heads`. The backward pass writes all gradients directly into one tensor."""
 
     @staticmethod
     def forward(
@@ -70,7 +68,7 @@ class _SplitHeads(torch.autograd.Function):
         return grad, of_q, of_k, None, None, None, None
 
 
-# Use custom operators, which torch.compile calls without tracing into their kernels.
+# torch.compile calls custom operators without tracing into their kernels.
 
 
 @torch.library.custom_op("chatmill::rotated", mutates_args=())
@@ -83,7 +81,7 @@ def rotated(
     heads: list[int],
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return normalized and rotated queries and keys (rows, length, heads, size); `heads` contains the numbers of query
+    """Return normalized and rotated queries and keys (rows, length, heads, size). `heads` contains the numbers of query
     and key heads.
     """
     from chatmill.train.rotary_kernel import forward
@@ -116,9 +114,7 @@ def rotated_backward(
     sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of the projection, and the gradients of both norm weights as a (2, size) tensor, from the
-    gradients of queries, keys and values.
-    """
+    """Compute the gradient of the projection, and the gradients of both norm weights as a (2, size) tensor."""
     from chatmill.train.rotary_kernel import backward
 
     parts = [grad.contiguous() for grad in grads]

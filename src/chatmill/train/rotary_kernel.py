@@ -1,4 +1,4 @@
-"""Triton kernels for RMSNorm and rotary embedding of queries and keys; one program processes all heads of a token.
+"""Triton kernels for RMSNorm and rotary embedding of queries and keys. One program processes all heads of a token.
 
 The two halves of each head, which the rotary embedding mixes, are loaded as two tiles (heads, size / 2). Import this
 module only on a machine with a GPU, because only CUDA builds of torch include triton.
@@ -29,7 +29,6 @@ def forward(
     heads: Sequence[int],
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the forward kernel of `rotated`."""
     rows, length, width = qkv.shape
     q, k = (qkv.new_empty(rows, length, count, cos.shape[-1]) for count in heads)
     norm = (qkv, qkv) if q_weight is None or k_weight is None else (q_weight, k_weight)
@@ -48,7 +47,6 @@ def backward(
     sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the backward kernel of `rotated_backward`."""
     q, k, v = grads
     tokens, n_q, n_kv, size = q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]
     grad = torch.empty_like(qkv)

@@ -40,8 +40,8 @@ class OptimizerConfig(Config):
     weight_decay: float = key(
         0.1, "weight decay for weight matrices; vectors, such as biases and norms, have no weight decay", number(0)
     )
-    beta1: float = key(0.9, "AdamW beta1, the decay of the mean of gradients", BELOW_ONE)
-    beta2: float = key(0.95, "AdamW beta2, the decay of the mean of squared gradients", BELOW_ONE)
+    beta1: float = key(0.9, "AdamW beta1, the decay rate of the first moment", BELOW_ONE)
+    beta2: float = key(0.95, "AdamW beta2, the decay rate of the second moment", BELOW_ONE)
     adam_eps: float = key(1e-8, "AdamW epsilon", number(0))
     grad_clip: float = key(1.0, "clip gradients to this norm; 0 disables clipping", number(0))
 
@@ -80,5 +80,5 @@ class RunConfig(Config):
     keep_checkpoints: int = key(2, "number of most recent checkpoints to keep", integer(1))
     log_interval: int = key(10, "number of steps between progress lines if the output is not a terminal", integer(1))
     report_to: Sequence[str] | str = key(
-        (), "experiment trackers to report to; supported are tensorboard, wandb and mlflow", REPORT_TO
+        (), "experiment trackers to report to: tensorboard, wandb or mlflow, or several of them", REPORT_TO
     )

@@ -2,10 +2,8 @@
 
 checkpoints/NAME/config.json  metrics.jsonl  loss.svg  rows/  trackers.json  step_00000500/
 
-The training loop and the rollout loop use the same functions to start, resume and write runs.
-
-Each log line is a JSON object with a step; a resumed run first removes the lines of steps after its checkpoint.
-Progress is printed to stderr without a library, so that training needs only numpy, torch and safetensors.
+The training loop and the rollout loop share these functions. Each log line is a JSON object with a step. A resumed run
+first removes the lines of steps after its checkpoint.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ CONFIG, PLOT = "config.json", "loss.svg"
 FIRST_BATCH = "first_batch.json"
 METRICS = "metrics.jsonl"
 ROWS = "rows"
-"""Folder with the losses of conversations, one file per rank."""
+"""Folder with the loss of each conversation, one file per rank."""
 REPORTS = "reports"
-"""Folder with the report pages of the data, which trackers log."""
+"""Folder with the report pages about the data, which trackers log."""
 WRITTEN = (CONFIG, FIRST_BATCH, METRICS, PLOT, ROWS, REPORTS, IDS, *TRACKERS)
 """Names of the files and folders that a run writes in addition to checkpoints."""
 COLUMNS = ("episodes", "segments", "losses", "weights")
@@ -46,7 +44,8 @@ COLUMNS = ("episodes", "segments", "losses", "weights")
 def open_resumed(
     folder: Path, resume: str | None, world: World, *, otherwise: str, logs: Sequence[str] = ()
 ) -> Checkpoint | None:
-    """Open the checkpoint from which a run resumes; return None for a new run, whose folder must not contain a run yet.
+    """Open the checkpoint from which a run resumes. For a new run, whose folder must not contain a run yet, return
+    None.
 
     If the folder cannot be used, the error message suggests `otherwise`. `logs` are additional files that the run
     writes. All ranks must call this function.
@@ -81,7 +80,7 @@ LATER_KEYS = {"quantize": "none"}
 
 
 def config_changes(checkpoint: Checkpoint, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Describe which of the keys `names` differ between the configs of a checkpoint and a run; skip keys that the
+    """Describe which of the keys `names` differ between the configs of a checkpoint and a run. Skip keys that the
     checkpoint lacks.
     """
     old, new = {**LATER_KEYS, **checkpoint.state.get("config", {})}, json.loads(json.dumps(config))
@@ -173,11 +172,9 @@ class RunDir:
 
     @property
     def is_tracked(self) -> bool:
-        """Whether this process reports to trackers."""
         return self._reporter is not None
 
     def log_samples(self, step: int, samples: Sequence[SampleAnswer]) -> None:
-        """Report the sample answers of an evaluation to the trackers."""
         if self._reporter is not None and samples:
             self._reporter.log_samples(step, samples)
 
@@ -201,12 +198,10 @@ class RunDir:
             self._rows.add({"step": step, "data": self._data._asdict(), **dict(zip(COLUMNS, columns, strict=True))})
 
     def show_step(self, step: int, **values: Any) -> None:
-        """Show the progress after a finished step; `values` are the arguments of `TrainProgress.step`."""
         if self._progress is not None:
             self._progress.step(step, **values)
 
     def plot(self) -> None:
-        """Write the loss curve as an SVG file."""
         if self._first:
             picture = loss_plot(read_metrics(self.folder), title=self.folder.name)
             files.write_file(self.folder / PLOT, picture.encode(), overwrite=True)
@@ -244,8 +239,6 @@ class RunDir:
 
 
 class MetricsLog:
-    """A file to which JSON lines are appended."""
-
     def __init__(self, path: Path) -> None:
         if path.exists():
             check_plain(path)
@@ -260,7 +253,7 @@ class MetricsLog:
 
 
 def rewind(path: Path, step: int) -> None:
-    """Remove from a log file the lines of all later steps, and an incomplete last line that a killed run left."""
+    """Remove the lines of all steps after `step` from a log file, and an incomplete last line."""
     if path.exists():
         kept = [line.raw for line in _lines(path) if line.read()["step"] <= step]
         files.write_file(path, b"".join(kept), overwrite=True)
@@ -272,7 +265,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 class RowsData(NamedTuple):
-    """The data to which the logged episode numbers refer; a run may resume with different data."""
+    """The data that the logged episode ids refer to. A run may resume with different data."""
 
     dataset_dir: str
     dataset_sha256: str
@@ -285,7 +278,7 @@ def read_rows(folder: Path, step: int) -> list[RowLoss]:
 
 
 def rows_data(folder: Path, step: int) -> RowsData:
-    """Return the data to which the episode numbers in a step refer; raise `DataError` if the run did not record it."""
+    """Return the data that the episode ids in a step refer to; raise `DataError` if it was not recorded."""
     return _of_step(folder, step)[0][0]
 
 
@@ -334,7 +327,6 @@ class MetricsLine(NamedTuple):
 
 
 def _lines(path: Path) -> Iterator[MetricsLine]:
-    """Yield the complete lines of a file."""
     try:
         with open_plain(path) as file:
             yield from (MetricsLine(path, number, raw) for number, raw in enumerate(file, 1) if raw.endswith(b"\n"))

@@ -2,10 +2,9 @@
 
     epochs 2.5, packed:  steps of epoch 0 + steps of epoch 1 + half of those of epoch 2
 
-Packing differs between epochs, so the steps in an epoch are counted from the plan. Sampling from a mix never ends, so
-an epoch of a mix is defined by a number of episodes. One epoch of a mix has as many episodes as all its sources
-together, drawn according to the mix weights; with `mix_epochs`, one epoch of the mix has the given number of epochs of
-each source.
+Packing differs between epochs, so the steps in an epoch are counted from the plan. Sampling from a mix never ends. One
+epoch of a mix has as many episodes as all its sources together, drawn according to the mix weights. With `mix_epochs`,
+it has the given number of epochs of each source.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class RunLength:
             )
 
     def further(self, config: TrainConfig) -> str:
-        """Return a phrase for a message that says how to continue a finished run of this length."""
+        """Return a phrase that says how to continue a finished run of this length."""
         if config.epochs is not None:
             passes = "one pass" if config.epochs == 1 else f"{config.epochs:g} epochs"
             done = f"the run has finished its {passes}"
@@ -101,14 +100,11 @@ def _of_epochs(epochs: float, plan: LoadPlan) -> RunLength:
 
 
 def _count(plan: LoadPlan, epoch: int) -> tuple[int, int]:
-    """Return the number of steps and the number of leftover rows in an epoch; raise `UsageError` if the epoch has no
-    steps.
-    """
+    """Return the number of steps and the number of leftover rows in an epoch. Raise `UsageError` if it has no steps."""
     return plan.num_steps(epoch), plan.count_rows(epoch) % plan.config.batch_size
 
 
 def _of_mix(epochs: float, plan: LoadPlan, order: MixedOrder) -> RunLength:
-    """Count the steps of a run that trains for `epochs` epochs of a mix."""
     episodes = math.ceil(Fraction(str(epochs)) * plan.pass_episodes)
     rows, size = plan.rows_of_episodes(episodes), plan.config.batch_size
     steps = rows // size if plan.drop_last else -(-rows // size)

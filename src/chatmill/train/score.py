@@ -1,7 +1,7 @@
 """Score a model on a dataset: the loss on trained tokens and the generated answers, for each source.
 
-A prompt consists of the stored token ids before a trained answer and is never rendered again, so the model gets exactly
-the prompt from training, regardless of which format, template or program produced the data.
+A prompt consists of the stored token ids before a trained answer. It is not rendered again, so the model gets exactly
+the prompt from training.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class EvalPrompt(NamedTuple):
 
 
 def eval_prompts(rows: Rows, end_ids: Collection[int], left_out: Counter[str] | None = None) -> Iterator[EvalPrompt]:
-    """Yield a prompt for every answer that is trained from its first token to an end token.
+    """Yield a prompt for every answer that the loss mask includes from its first token to an end token.
 
     segment   <usr> Hi <eot> <asst>   Hello <eot>
               prompt -------------    answer ----
 
-    Other answers are counted in `left_out` by reason: only partly trained, unfinished, or without a prompt.
+    `left_out` counts the other answers by reason: only partly in the loss mask, unfinished, or without a prompt.
     """
     reasons = left_out if left_out is not None else Counter()
     for segment in range(len(rows.origins)):
@@ -77,7 +77,7 @@ def eval_prompts(rows: Rows, end_ids: Collection[int], left_out: Counter[str] | 
 
 
 def _answers(spans: Table) -> Iterator[tuple[int, int]]:
-    """Yield the span range of each trained answer in a conversation; an answer is an assistant turn without its header.
+    """Yield the span range of each trained answer in a conversation. An answer is an assistant turn without its header.
 
     In data from other programs, which has no roles, every trained span is an answer.
     """
@@ -173,7 +173,7 @@ class EvalReport:
     left_out: Counter[str] = field(default_factory=Counter)
     """Number of trained answers that are not in the report, by reason."""
     cut: int = 0
-    """Number of conversations that were truncated at the beginning because they exceed the model's maximum sequence
+    """Number of conversations that were truncated at the beginning, because they exceed the model's maximum sequence
     length.
     """
     empty_sources: list[str] = field(default_factory=list)
@@ -197,11 +197,11 @@ def score_model(
     token_dtype: str | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> EvalReport:
-    """Compute losses and greedy answers on a split; `limit` is the maximum number of prompts, spread evenly over the
-    split.
+    """Compute losses and greedy answers on a split.
 
-    In a folder of caches, every cache is a source; the report lists the sources without episodes in the split. See
-    `open_dataset` for `token_dtype`. `progress` is called with the number of newly processed conversations or prompts.
+    `limit` is the maximum number of prompts, spread evenly over the split. In a folder of caches, every cache is a
+    source; the report lists the sources without episodes in the split. See `open_dataset` for `token_dtype`. `progress`
+    is called with the number of newly processed conversations or prompts.
     """
     every = open_all(dataset, token_dtype)
     for fault in unknown_ids(place(dataset), every, model):
@@ -255,7 +255,7 @@ def _check_ids(rows: Rows, source: DataSource, model: CausalModel) -> None:
 
 
 def open_all(dataset: str | Place, token_dtype: str | None = None) -> Sequence[DataSource]:
-    """Open a dataset, a cache, or all caches in a folder, without a config; all caches must have the same tokenizer."""
+    """Open a dataset, a cache, or all caches in a folder, without a config. All caches must have the same tokenizer."""
     folder = place(dataset)
     inside = [path.name for path in folder.glob("[!.]*") if _is_source(path)] if isinstance(folder, Path) else []
     mix = dict.fromkeys(inside, 1.0) if inside and not _is_source(folder) else None
@@ -287,7 +287,7 @@ def conversation_losses(
 ) -> NDArray[np.float64]:
     """Return Σ weight · loss and Σ weight for every row, as an array (2, rows).
 
-    Each row is one conversation; of a conversation that is too long, only the last tokens are kept.
+    Each row is one conversation. If it is too long, only its last tokens are kept.
     """
     kept = truncate(rows, block_size + 1, "tail", ledger=Ledger(), drop_untrained=False, min_tokens=0)
     bins = pack_lengths(kept.lengths, block_size + 1)

@@ -1,6 +1,6 @@
 """Set up a run: open its data, model and optimizer, either new or from a checkpoint.
 
-A run consists of one or more stages. Changing the dataset, or turning post-training on or off, starts a new stage; the
+A run consists of one or more stages. Changing the dataset, or turning post-training on or off, starts a new stage. The
 data order and the learning rate schedule restart with each stage.
 """
 
@@ -163,7 +163,7 @@ def open_run(
 ) -> Iterator[TrainState]:
     """Open the data and the model; if the run resumes, restore both from the checkpoint.
 
-    The audit log is opened last and removed if no step finishes, so a refused run does not leave an audit log behind.
+    The audit log is opened last and removed if no step finishes, so a refused run leaves no audit log behind.
     """
     checkpoint = open_resumed(folder, resume, world, otherwise="another --model_name")
     if checkpoint is not None and "stage" not in checkpoint.state:
@@ -218,12 +218,10 @@ def open_run(
 
 
 def _steps_ahead(config: TrainConfig, loader: EpisodeLoader) -> int | None:
-    """Return the number of steps left until max_iters, or None if max_iters is not set."""
     return None if config.max_iters is None else max(0, config.max_iters - loader.cursor().step)
 
 
 def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, same_data: bool) -> Iterator[str]:
-    """Yield notes to print when the run starts or resumes."""
     stage, loader = state.stage, state.loader
     if checkpoint is None:
         if (folder / METRICS).exists():
@@ -254,7 +252,7 @@ def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, sa
 def _open_data(
     config: TrainConfig, dataset_dir: Place, world: World, checkpoint: Checkpoint | None
 ) -> tuple[EpisodeLoader, bool]:
-    """Open the loader; also return whether it continues the checkpoint's stage. If it does, restore its position."""
+    """Open the loader; also return whether it continues the checkpoint's stage. If so, restore its position."""
     pin = world.device.type == "cuda"
     loader = world.together(
         lambda: EpisodeLoader(dataset_dir, config, rank=world.rank, world_size=world.size, pin_memory=pin)
@@ -291,8 +289,8 @@ def _open_audit(
 def _open_model(
     config: TrainConfig, loader: EpisodeLoader, world: World, checkpoint: Checkpoint | None, given: CausalModel | None
 ) -> tuple[Stepper, list[str]]:
-    """Open the model and its optimizer on all ranks, and restore their state from the checkpoint; also return notes to
-    print.
+    """Open the model and its optimizer on all ranks; return them with notes to print. A resumed run restores their
+    state from its checkpoint.
     """
     compute = compute_dtype(config.dtype, world.device)
     if checkpoint is not None and given is None:
@@ -331,7 +329,7 @@ def _open_model(
 
 
 def _base(config: TrainConfig, checkpoint: Checkpoint | None) -> dict[str, str] | None:
-    """Return the folder and hash of the adapters' base model; raise `UsageError` if it is not the checkpoint's base
+    """Return the folder and hash of the adapters' base model. Raise `UsageError` if the checkpoint has another base
     model.
     """
     if config.init_from_model is None:
@@ -345,8 +343,8 @@ def _base(config: TrainConfig, checkpoint: Checkpoint | None) -> dict[str, str] 
     if checkpoint is not None and theirs is not None and theirs["sha256"] != mine["sha256"]:
         raise UsageError(
             f"{checkpoint.path}: the adapters were trained on {theirs['folder']} "
-            f"with weights {theirs['sha256'][:12]}…, but init_from_model is {folder} with {mine['sha256'][:12]}…; "
-            f"adapters can be trained further only on the same base model"
+            f"with weights {theirs['sha256'][:12]}…, but init_from_model is {folder} with weights "
+            f"{mine['sha256'][:12]}…; adapters can be trained further only on the same base model"
         )
     return mine
 

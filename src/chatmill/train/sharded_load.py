@@ -1,4 +1,4 @@
-"""Load a model in shards: each rank needs memory only for its own rows and for one whole tensor at a time.
+"""Load a model in shards. Each rank needs memory only for its own rows and for one whole tensor at a time.
 
     1. build the model with its parameters on the meta device, which takes no memory; buffers are allocated
     2. shard it with FSDP: each rank allocates its own rows of every parameter, still without values
@@ -58,8 +58,8 @@ def open_for_shards(config: TrainConfig, vocab_size: int, *, compute: torch.dtyp
     """
     opened, reason = _agreed(world, lambda: _open(config, vocab_size, compute, world))
     if opened is not None and (test := opened.test) is not None:
-        # Run the test only on rank 0. The test reads all files into the page cache, so other ranks on that node do not
-        # read them from disk again.
+        # Run the test only on rank 0. It reads all files into the page cache, so other ranks on that node need not read
+        # the disk.
         separates, reason = _agreed(world, lambda: [test()] if world.is_first else [])
         if separates is not None:
             opened.model.separates = any(value for each in world.gather(separates) for value in each)
@@ -72,7 +72,7 @@ def open_for_shards(config: TrainConfig, vocab_size: int, *, compute: torch.dtyp
 
 
 def _agreed(world: World, work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return the result of `work`, or the reason why it failed; if `work` fails on one rank, it counts as failed on all
+    """Return the result of `work`, or the reason why it failed. If it fails on one rank, it counts as failed on all
     ranks.
     """
 

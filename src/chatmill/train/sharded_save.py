@@ -105,7 +105,6 @@ def _check_float16(state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype
 
 
 def _assign(parts: Sequence[SavedPart], like: Mapping[str, Tensor]) -> list[WeightFile]:
-    """Distribute the parts of a model over files, in order."""
     groups: list[list[SavedPart]] = [[]]
     size = 0
     for part in parts:
@@ -125,9 +124,7 @@ def _assign(parts: Sequence[SavedPart], like: Mapping[str, Tensor]) -> list[Weig
 def _exchange(
     queues: Sequence[Sequence[SavedPart]], state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], world: World
 ) -> Iterator[dict[str, Tensor]]:
-    """In each round, yield the full weights of the next part that this rank writes; all ranks send their rows of every
-    part.
-    """
+    """Yield the full weights of each part that this rank writes. All ranks send their rows of every part."""
     for turns in zip_longest(*queues):
         mine: dict[str, Tensor] = {}
         for owner, part in enumerate(turns):
@@ -138,7 +135,7 @@ def _exchange(
 
 
 def _gather(name: str, tensor: Tensor, dtype: torch.dtype, owner: int, world: World, mine: dict[str, Tensor]) -> None:
-    """Send this rank's rows of a tensor to the rank `owner`, which stores the full tensor in `mine`, in host memory."""
+    """Send this rank's rows of a tensor to the rank `owner`, which stores the full tensor in `mine`."""
     rows = local(tensor).to(dtype).cpu().contiguous()
     if world.rank != owner:
         if is_sharded(tensor) and rows.numel():

@@ -1,4 +1,4 @@
-"""Store tensors in safetensors files, whole or as ranges of rows, so that any number of ranks can write or read them.
+"""Store tensors in safetensors files, whole or as ranges of rows. Any number of ranks can write or read them.
 
 For each partial tensor, the file header records the first row and the number of rows in the whole tensor.
 """
@@ -32,7 +32,7 @@ PARTS = "pieces"
 
 
 class TensorRows(NamedTuple):
-    """A range of rows in a tensor: the first row of the range, and the number of rows in the whole tensor."""
+    """A range of rows: its first row, and the number of rows in the whole tensor."""
 
     start: int
     rows: int
@@ -51,7 +51,7 @@ class TensorEntry(NamedTuple):
 def write_tensors(
     path: Path, entries: Sequence[TensorEntry], values: Iterator[Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> FileInfo:
-    """Write a safetensors file with these entries, with one tensor in memory at a time; the file is not synced to disk.
+    """Write a safetensors file, with one tensor in memory at a time. The file is not synced to disk.
 
     `metadata` is written to the file header; by default, the header lists the partial tensors.
     """
@@ -79,7 +79,6 @@ def _bytes(value: Tensor, entry: TensorEntry) -> memoryview:
 
 
 def file_info(path: Path) -> FileInfo:
-    """Return the size and hash of a file."""
     with open_plain(path) as file:
         return FileInfo(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
@@ -104,8 +103,8 @@ class ShardedTensors:
                 ValueError,
                 RuntimeError,
             ) as error:
-                # torch raises RuntimeError if it cannot map the file, and json raises RecursionError, a RuntimeError,
-                # if JSON is nested too deeply.
+                # torch raises RuntimeError if it cannot map the file. RecursionError, for deeply nested JSON, is also a
+                # RuntimeError.
                 reason = one_line(str(error), 300)
                 raise DataError(f"{path}: cannot be read ({reason}); resume from another checkpoint") from None
             for name in header:
@@ -149,8 +148,8 @@ class ShardedTensors:
 
 
 def _rows(tensor: TensorInfo, stored: Any) -> TensorRows:
-    """Return the rows that a tensor in a file contains; `stored` is its entry in the file metadata, or None if it is
-    whole.
+    """Return the rows that a tensor in a file contains. `stored` is its entry in the file metadata, or None for a whole
+    tensor.
     """
     if tensor.dtype not in TORCH_DTYPES:
         raise ValueError(f"unsupported dtype {tensor.dtype}")
@@ -164,7 +163,7 @@ def _rows(tensor: TensorInfo, stored: Any) -> TensorRows:
 
 @contextmanager
 def open_weights(files: ModelFiles) -> Iterator[Callable[[str], Rows]]:
-    """Context with a function that opens the tensors in a model folder by name; the files are memory-mapped."""
+    """Yield a function that opens a tensor in a model folder by name. The files are memory-mapped."""
     folder = files.folder
     listed = {} if (folder / WEIGHTS).exists() else read_config(folder / INDEX)["weight_map"]
     with ExitStack() as stack:

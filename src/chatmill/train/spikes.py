@@ -23,7 +23,7 @@ LEAST = 32
 """Minimum number of previous steps before a step can count as a loss spike."""
 SPREADS = 6.0
 """A loss spike is more than this many spreads above the median loss. The spread is the 90th percentile minus the
-median, because the losses of small batches are skewed to the right and their median absolute deviation is too small.
+median. The median absolute deviation would be too small, because the losses of small batches are skewed to the right.
 """
 NATS = 0.5
 """A loss spike is more than this far above the median loss, in nats."""
@@ -32,7 +32,7 @@ PRINTED = 10
 NAMED = 3
 """Maximum number of conversations that a message lists."""
 SPIKE = "spike"
-"""The key in the metrics of a step that marks a loss spike; its value is the loss minus the median loss."""
+"""Key that marks a loss spike in the metrics of a step; its value is the loss minus the median loss."""
 
 
 @dataclass
@@ -52,8 +52,8 @@ class LossSpikes:
 
     @classmethod
     def of_run(cls, state: TrainState, run_dir: RunDir) -> Self:
-        """Start with the last losses in the metrics of a run, so that a resumed run compares new losses with them. All
-        ranks must call this function.
+        """Start with the last losses in the metrics of a run, so that a resumed run continues with them. All ranks must
+        call this function.
         """
         metrics = read_metrics(run_dir.folder) if state.world.is_first else ()
         lines = [line for line in metrics if isinstance(line.get("loss"), float)]
@@ -63,7 +63,7 @@ class LossSpikes:
         return cls(state.loader, state.world, run_dir.print, after, deque(losses, maxlen=WINDOW), count)
 
     def follow(self, step: int, result: StepResult) -> dict[str, float]:
-        """If a step is a loss spike, print a line and return its entry for the metrics; otherwise return an empty
+        """If a step is a loss spike, print a line and return its entry for the metrics. Otherwise, return an empty
         entry.
 
         All ranks must call `follow` for every step that has a loss.
@@ -87,9 +87,7 @@ class LossSpikes:
 
 
 def not_finite(rows: Sequence[RowLoss], state: TrainState) -> str:
-    """Describe which conversations in a step have a non-finite loss, and suggest a fix. All ranks must call this
-    function.
-    """
+    """List the conversations in a step with a non-finite loss, and suggest a fix. All ranks must call this function."""
     loader, world = state.loader, state.world
     wrong, count = map(int, world.sums([sum(not math.isfinite(row.loss) for row in rows), len(rows)]))
     names = worst(rows, loader, world)
@@ -120,8 +118,8 @@ def worst(rows: Sequence[RowLoss], loader: EpisodeLoader, world: World, *, usual
 
 
 def conversation_name(loader: EpisodeLoader, episode: int, segment: int, *details: str) -> str:
-    """Format a conversation as file:line, if known, with its episode and details: `chat.jsonl:12 (episode 11, loss
-    9.2)`.
+    """Format a conversation as file:line, if known, with its episode and details, such as `chat.jsonl:12 (episode 11,
+    loss 9.2)`.
     """
     number, source, place = episode, "", None
     with suppress(ChatmillError):

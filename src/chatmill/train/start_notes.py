@@ -14,9 +14,7 @@ from chatmill.store.primer_cache import PrimerCache
 
 
 class NonAnswers(NamedTuple):
-    """Number of tokens in the train split that are trained although they are not part of answers, because use_loss_mask
-    is false.
-    """
+    """The tokens outside answers that a run trains on because use_loss_mask is false."""
 
     non_answers: int
     """Number of trained tokens that the loss mask does not mark."""
@@ -26,8 +24,8 @@ class NonAnswers(NamedTuple):
     def __str__(self) -> str:
         share = f"{self.non_answers / self.trained:.0%}"
         return (
-            f"use_loss_mask is false, so {self.non_answers:,} tokens in the train split that are not part of answers "
-            f"are trained ({share} of all trained tokens); add --use_loss_mask to train only answers"
+            f"use_loss_mask is false, so the run also trains on {self.non_answers:,} tokens that are not part of "
+            f"answers ({share} of all trained tokens); add --use_loss_mask to train only on answers"
         )
 
     def to_metrics(self) -> Mapping[str, Any]:
@@ -35,8 +33,8 @@ class NonAnswers(NamedTuple):
 
 
 def count_non_answers(loader: EpisodeLoader) -> NonAnswers | None:
-    """Count the tokens outside answers that are trained per epoch; return None if the count is 0 or no source has a
-    mask.
+    """Count the tokens outside answers that the run trains on per epoch. Return None if there are none or no source has
+    a mask.
 
     Token counts come from the metadata or, for datasets without metadata, from the masks.
     """

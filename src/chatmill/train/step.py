@@ -1,7 +1,7 @@
-"""One optimizer step on the mean loss over all trained tokens in the global batch, regardless of how the batch is split
-over ranks and micro-batches.
+"""One optimizer step on the mean loss over all trained tokens in the global batch.
 
-The result of a step is read one step later, so that the host never waits for work that it has just launched.
+The step does not depend on how the batch is split over ranks and micro-batches. Its result is read one step later, so
+that the host never waits for work that it has just launched.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StepCounts(NamedTuple):
     weight: float = 0.0
     """Sum of the weights of the trained tokens, by which the loss is divided."""
     trained: float = 0.0
-    """Trained tokens."""
+    """Number of trained tokens."""
     tokens: float = 0.0
     """Number of tokens, excluding padding."""
     untrained_rows: float = 0.0
@@ -131,9 +131,7 @@ def count_batch(batch: Batch, parts: Sequence[MicroBatch]) -> StepCounts:
 
 
 def unknown_id(batch: Batch, vocab_size: int) -> str | None:
-    """Describe the first token id in a batch that is outside the vocabulary, with its episode; return None if all ids
-    are valid.
-    """
+    """Describe the first token id in a batch that is outside the vocabulary. Return None if all ids are valid."""
     x, y = torch.as_tensor(batch.x), torch.as_tensor(batch.y)
     if int(x.max()) < vocab_size and int(x.min()) >= 0 and int(y.max()) < vocab_size:
         return None
@@ -158,7 +156,6 @@ class Pending:
             self._done.record()
 
     def read(self) -> StepResult:
-        """Wait for the result of the step, and return it."""
         if self._done is not None:
             self._done.synchronize()
         loss, norm = self._numbers.tolist()
@@ -173,7 +170,7 @@ class Stepper:
     """Takes optimizer steps with a model that is replicated or sharded over all ranks."""
 
     def __init__(self, model: CausalModel, module: nn.Module, world: World, settings: OptimizerConfig) -> None:
-        """`module` wraps the model and averages gradients over ranks; the optimizer state is empty at first."""
+        """`module` wraps the model and averages gradients over ranks. The optimizer state is empty at first."""
         self.model, self.module, self.world = model, module, world
         self.optimizer = make_optimizer(model, settings)
         self._grad_clip = settings.grad_clip
@@ -187,8 +184,7 @@ class Stepper:
     ) -> Pending:
         """Take one optimizer step; `weight` is the total weight of the global batch.
 
-        `key` consists of the run's seed and the step number; it seeds stochastic rounding and must be the same on all
-        ranks.
+        `key` consists of the run's seed and the step. It seeds stochastic rounding and must be the same on all ranks.
         """
         losses, by_row = self.gradients(parts, weight=weight, rows=rows)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -232,9 +228,7 @@ def seed_step(*key: int) -> None:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the global gradient norm in float32, because a bfloat16 norm would have fewer than three significant
-    digits.
-    """
+    """Return the global gradient norm in float32. A bfloat16 norm would have fewer than three significant digits."""
     if all(gradient.dtype == torch.float32 for gradient in gradients):
         return nn.utils.get_total_norm(gradients)
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
@@ -259,7 +253,6 @@ class LRSchedule:
 
     @classmethod
     def of(cls, settings: OptimizerConfig, *, warmup: int, total: int) -> Self:
-        """Create the schedule that a config describes."""
         peak = settings.learning_rate
         return cls(peak, peak * settings.min_lr_ratio, warmup, total, settings.lr_schedule)
 

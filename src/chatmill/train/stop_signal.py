@@ -14,9 +14,9 @@ from typing import Any
 from chatmill.errors import ChatmillError
 
 STEP_SECONDS = 600.0
-"""A run is terminated if it does not finish its step within this time after a signal, in seconds."""
+"""After a signal, a run is terminated if it does not finish its step within this many seconds."""
 SAME_SECONDS = 2.0
-"""Under torchrun, a second signal within this time, in seconds, is treated as a repetition of the first signal."""
+"""Under torchrun, a second signal within this many seconds counts as a repetition of the first."""
 
 
 class StopRequest:
@@ -25,8 +25,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.by: str | None = None
         self._arrived, self._finished = threading.Event(), threading.Event()
-        # Start the thread before a signal arrives, because the signal handler may interrupt code that holds a lock
-        # needed to start a thread.
+        # Start the thread now: a signal handler may interrupt code that holds a lock needed to start a thread.
         threading.Thread(target=self._end_if_stuck, name="stop request", daemon=True).start()
 
     def arrives(self, number: int) -> None:
@@ -45,8 +44,8 @@ class StopRequest:
     def _end_if_stuck(self) -> None:
         """Terminate a run that cannot finish its step.
 
-        A signal to all processes of a run, for example from `timeout`, also ends the processes that compile the model,
-        and torch may then wait forever for these processes.
+        A signal to all processes of a run, as from `timeout`, also ends the processes that compile the model. The run
+        may then wait for them forever.
         """
         self._arrived.wait()
         if self._finished.wait(STEP_SECONDS):
@@ -68,7 +67,7 @@ def _is_of_compiler(error: Exception) -> bool:
 
 @contextmanager
 def stop_on_signal() -> Iterator[StopRequest]:
-    """Context that records the first SIGINT or SIGTERM; a second signal has its usual effect."""
+    """Record the first SIGINT or SIGTERM; a second signal has its usual effect."""
     request = StopRequest()
     previous: dict[signal.Signals, Any] = {}
     first = 0.0
@@ -82,8 +81,8 @@ def stop_on_signal() -> Iterator[StopRequest]:
         if request.by is None:
             first = time.monotonic()
             request.arrives(number)
-            # Under torchrun, keep the handler, because signals may arrive twice: a terminal or Slurm sends them to the
-            # ranks, and torchrun forwards them as well.
+            # Under torchrun, keep the handler, because a signal may arrive twice: from a terminal or Slurm, and
+            # forwarded by torchrun.
             if "TORCHELASTIC_RUN_ID" not in os.environ:
                 restore()
         elif time.monotonic() - first > SAME_SECONDS:

@@ -1,4 +1,4 @@
-"""Refuse or stop runs without trained tokens, and explain why the tokens are not trained."""
+"""Refuse or stop runs without trained tokens, and explain the cause."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LIMIT = 20
 """A run stops after this many consecutive steps without trained tokens."""
 EXAMINED = 64
-"""Maximum number of episodes in a step that are examined to find out why no token is trained."""
+"""Maximum number of episodes that are examined to find out why a step has no trained tokens."""
 SCAN = 1 << 24
 """Number of bytes of a mask to read at a time."""
 UNFINISHED = "answer_unfinished"
@@ -52,9 +52,7 @@ def check_trained(loader: EpisodeLoader) -> list[str]:
 
 
 def has_trained(source: DataSource, split: str) -> bool:
-    """Return whether the loss mask of a split marks any token, according to the metadata or, without metadata, the
-    mask.
-    """
+    """Return whether the loss mask of a split marks any token."""
     if not source.is_foreign:
         return marked_tokens(source, split) > 0
     episodes = source.episodes(split)
@@ -69,11 +67,10 @@ def has_trained(source: DataSource, split: str) -> bool:
 
 
 def _empty_reason(source: DataSource, split: str) -> str:
-    """Explain why a split has no trained tokens, and suggest a fix."""
     why = f"the loss mask does not mark any of the {source.episodes(split).num_tokens:,} tokens"
     metadata = source.dataset.meta if isinstance(source.dataset, PrimerCache) else source.dataset.metadata
     if metadata is None:
-        return f"{why}; write the mask again, or set use_loss_mask to false to train all tokens"
+        return f"{why}; write the mask again, or set use_loss_mask to false to train on all tokens"
     entries = {} if metadata.ledger is None else metadata.ledger.entries
     unfinished = entries.get(("noted", UNFINISHED))
     if unfinished is not None:
@@ -108,7 +105,7 @@ class UntrainedSteps:
 
 
 def untrained_reason(loader: EpisodeLoader, cursor: Cursor) -> str:
-    """Explain, from the stored episodes, why the step at a cursor has no trained tokens, and suggest a fix."""
+    """Explain why the step at a cursor has no trained tokens, and suggest a fix."""
     plan = loader.plan(loader.split)
     config, capacity = plan.config, plan.capacity
     episodes = plan.step(cursor).episodes[:EXAMINED]

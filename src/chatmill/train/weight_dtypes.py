@@ -1,4 +1,4 @@
-"""The dtypes in which a model's weights are loaded and saved: the dtypes in its files, or one dtype for all weights."""
+"""The dtypes in which a model's weights are loaded and saved."""
 
 from __future__ import annotations
 
@@ -50,11 +50,10 @@ class WeightDtypes:
 
 
 def weight_dtypes(files: ModelFiles, model: Mapping[str, torch.dtype], weights: WeightPrecision) -> WeightDtypes:
-    """Return the dtypes in which the weights in a folder are loaded; `model` maps weight names in the model to dtypes.
+    """Return the dtypes in which the weights in a folder are loaded. `model` maps weight names in the model to dtypes.
 
-    Usually, most weights in a folder share one dtype, and a few weights have a wider dtype. If a weight with a wider
-    dtype has a different name in the model and cannot be matched, all weights are loaded as float32, which loses no
-    precision.
+    Usually, most weights in a folder share one dtype, and a few have a wider dtype. If one of these few has a different
+    name in the model, all weights are loaded as float32, which loses no precision.
     """
     if weights == "float32" or files.config.get("quantization_config"):
         return WeightDtypes()
@@ -73,7 +72,7 @@ def weight_dtypes(files: ModelFiles, model: Mapping[str, torch.dtype], weights: 
     if not others.keys() <= model.keys() or (most == torch.float32 and not others):
         return WeightDtypes()
     for name, dtype in others.items():
-        # Use one pattern for all layers, so that a weight with a wider dtype in one layer is loaded with that dtype in
+        # Use one pattern for all layers: if a weight has a wider dtype in one layer, it is loaded with that dtype in
         # all layers.
         pattern = _pattern(name)
         exceptions[pattern] = torch.promote_types(exceptions.get(pattern, dtype), dtype)
@@ -89,8 +88,8 @@ def _pattern(name: str) -> str:
 def opened_as(dtypes: WeightDtypes) -> Iterator[None]:
     """Make transformers load weights in these dtypes, and keep all other tensors of a model in float32.
 
-    The `dtype=` argument of transformers would also round values that a model computes from its config, such as the
-    embedding scale.
+    With the `dtype=` argument, transformers would also round values computed from the config, such as the embedding
+    scale.
     """
     from transformers import PreTrainedModel
 
@@ -111,16 +110,13 @@ def opened_as(dtypes: WeightDtypes) -> Iterator[None]:
 
 
 def saved_dtype(model: CausalModel, name: str, tensor: Tensor, save_dtype: str = "auto") -> torch.dtype:
-    """Return the dtype in which a weight is saved: `save_dtype` or, for "auto", the dtype in the folder it was loaded
-    from.
-    """
+    """Return the dtype in which a weight is saved. For "auto", this is its dtype in the loaded files."""
     if not tensor.is_floating_point():
         return tensor.dtype
     return (model.stored_dtype(name) or tensor.dtype) if save_dtype == "auto" else getattr(torch, save_dtype)
 
 
 def saved_state(model: CausalModel) -> dict[str, Tensor]:
-    """Return the weights of a model, cast to the dtypes in which they are saved."""
     return cast_state(model, lambda name, tensor: saved_dtype(model, name, tensor))
 
 

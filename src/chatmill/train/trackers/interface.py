@@ -43,12 +43,12 @@ class Tracker(Protocol):
     """
 
     name: str
-    """The name under which `trackers.json` stores the id of the run, so that a resumed run continues the same run in
-    the tracker.
+    """The name under which `trackers.json` stores the id of the run. A resumed run continues the tracker run with this
+    id.
     """
 
     def start(self, run: TrackedRun) -> str | None:
-        """Start a run, or continue the run with the id `run.id`; return the id, or None if the tracker has no ids."""
+        """Start a run, or continue the run `run.id`; return its id, or None if the tracker has no ids."""
         ...
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:

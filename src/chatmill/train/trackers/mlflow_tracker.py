@@ -1,5 +1,7 @@
-"""MLflow tracker. The MLflow client reads MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, MLFLOW_TRACKING_TOKEN and other
-environment variables.
+"""MLflow tracker.
+
+The MLflow client reads MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, MLFLOW_TRACKING_TOKEN and other environment
+variables.
 """
 
 from __future__ import annotations
@@ -116,8 +118,8 @@ class MlflowTracker:
 
 
 def valid_name(name: str) -> str:
-    """Convert a name to a valid MLflow name: replace invalid characters and, if the name changes, add a checksum to
-    keep it unique.
+    """Replace the characters that MLflow does not allow in names. If the name changes, add a checksum to keep it
+    unique.
 
     >>> valid_name("val_loss/chat"), valid_name("val_loss/a+b")
     ('val_loss/chat', 'val_loss/a_b-6b0e0c4d')

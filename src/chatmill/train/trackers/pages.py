@@ -11,8 +11,8 @@ from chatmill.remote.urls import Place
 ReportPage = Callable[[Place], str]
 """A function that returns a dataset's report as an HTML page, like `chatmill report`."""
 MOST_TOKENS = 10**9
-"""Maximum number of tokens in a dataset for which a page is written; for a larger dataset, writing the page would take
-more than a minute, while all ranks wait.
+"""Maximum number of tokens in a dataset for which a page is written. For a larger dataset, all ranks would wait for
+more than a minute.
 """
 
 
@@ -23,10 +23,10 @@ def report_pages(
     write: Callable[[str, str], None],
     note: Callable[[str], None],
 ) -> None:
-    """Write a report page for each dataset: `write` gets the file name and text, and `note` prints why a page is
+    """Write a report page for each dataset. `write` gets the file name and the page, and `note` prints why a page is
     missing.
 
-    Report pages are written after training, and an error in a page does not make the run fail.
+    Pages are written after training, and an error in a page does not make the run fail.
     """
     if report_page is None:
         note("trackers get no report page about the data; use `chatmill train` to report the page")

@@ -1,4 +1,4 @@
-"""Report a run to its trackers in the background; errors of a tracker that has started do not end the run.
+"""Report a run to its trackers in the background. Errors of a tracker that has started do not end the run.
 
     run ── log, log_samples, … ──▶ queue ──▶ thread of a tracker ──▶ its client ──▶ files or a server
 
@@ -28,7 +28,7 @@ from chatmill.train.trackers.tensorboard_tracker import TensorBoardTracker
 from chatmill.train.trackers.wandb_tracker import WandbTracker
 
 TRACKERS: Mapping[str, Callable[[], Tracker]] = {
-    # Trackers start in this order. tensorboard comes last, so that it writes no files if mlflow or wandb refuses the
+    # Trackers start in this order. The last is tensorboard, so that it writes no files if another tracker refuses the
     # run.
     "mlflow": MlflowTracker,
     "wandb": WandbTracker,
@@ -39,8 +39,8 @@ IDS = "trackers.json"
 START_SECONDS = 30.0
 """Maximum time that a run waits for a tracker to start."""
 FINISH_SECONDS: Mapping[Status, float] = {"finished": 60.0, "stopped": 10.0, "failed": 10.0}
-"""Maximum time that a run waits for its trackers at the end; stopped and failed runs wait for a shorter time, because
-they may be killed soon.
+"""Maximum time that a run waits for its trackers at the end. Stopped and failed runs may be killed soon, so they wait
+for a shorter time.
 """
 WAITING = 10_000
 """Maximum number of queued calls for a slow tracker; further calls are dropped and counted."""
@@ -59,8 +59,6 @@ def named_trackers(report_to: Sequence[str] | str) -> list[Tracker]:
 
 
 class Reporter:
-    """Reports a run to all of its trackers."""
-
     def __init__(self, trackers: Sequence[Tracker], run: TrackedRun) -> None:
         """Start all trackers; if one of them raises `UsageError`, end the trackers that have already started."""
         self._path = run.folder / IDS
@@ -85,7 +83,6 @@ class Reporter:
             self._write_ids()
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Report a line of metrics to all trackers."""
         if metrics := numbers(line):
             self._each(lambda tracker: tracker.log_metrics(line["step"], metrics))
 
@@ -125,7 +122,6 @@ class Reporter:
 
 
 def read_ids(path: Path) -> dict[str, str]:
-    """Read the ids of the run in all trackers, by tracker name."""
     try:
         ids = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -178,8 +174,8 @@ class _Worker:
     def join(self, seconds: float) -> None:
         self._thread.join(max(seconds, 0.0))
         if self._thread.is_alive():
-            # Count the failed calls, the queued calls and the current call, but not the last entry in the queue, which
-            # ends the thread.
+            # Count the failed calls, the queued calls and the current call. The last entry in the queue only ends the
+            # thread.
             lost = min(self._made, self._failed + self._calls.qsize() - (not self.has_started))
             self._note(f"has not finished in time; up to {lost:,} of {self._made:,} reports are lost")
         elif self._failed > 1:
@@ -211,7 +207,6 @@ class _Worker:
                 self._fail(f"{_reason(error)}; the run continues")
 
     def _fail(self, what: str) -> None:
-        """Count a failed call, and note the reason for the first failure."""
         self._failed += 1
         if self._failed == 1:
             self._note(what)

@@ -1,5 +1,6 @@
-"""Weights & Biases tracker. The W&B client reads WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, WANDB_API_KEY, WANDB_DIR and
-other environment variables.
+"""Weights & Biases tracker.
+
+The W&B client reads WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, WANDB_API_KEY, WANDB_DIR and other environment variables.
 """
 
 from __future__ import annotations
@@ -131,9 +132,7 @@ class WandbTracker:
 
 @contextmanager
 def _hooks_kept() -> Iterator[None]:
-    """Restore `sys.exit` and `sys.excepthook`, which the W&B client replaces; the training loop reports how the run
-    ended.
-    """
+    """Restore `sys.exit` and `sys.excepthook`, which the W&B client replaces."""
     before = sys.exit, sys.excepthook
     try:
         yield
