@@ -329,13 +329,13 @@ def test_invalid_settings_are_reported_in_one_line(files, changes, said):
 
 def test_a_model_of_another_vocabulary_or_settings_of_another_run_are_refused(files):
     train_rollouts(config_of(files, max_iters=2), files / "run", quiet=True)
-    with pytest.raises(UsageError, match="seed was 1337, now it is 5; resume with the original settings"):
+    with pytest.raises(UsageError, match="seed was 1337, but is now 5; resume with the original settings"):
         train_rollouts(config_of(files, seed=5), files / "run", resume="auto", quiet=True)
     truth = files / "truth.jsonl"
     said = truth.read_text()
     truth.write_text(said.replace("500", "501"))
     with pytest.raises(
-        UsageError, match=r"truth.jsonl was \w{12}…, now it is \w{12}…; resume with the original settings"
+        UsageError, match=r"truth.jsonl was \w{12}…, but is now \w{12}…; resume with the original settings"
     ):
         train_rollouts(config_of(files), files / "run", resume="auto", quiet=True)
     truth.write_text(said)

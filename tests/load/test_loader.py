@@ -321,7 +321,7 @@ def test_a_damaged_byte_in_the_origins_is_harmless_or_reported(tmp_path, packed)
     right = f"; the file was changed; run chatmill verify {made} --full"
     assert said == {
         f"{path}: segments are out of order{right}",
-        f"{path.with_name(SPANS)}: spans do not tile the tokens of their rows{right}",
+        f"{path.with_name(SPANS)}: spans do not exactly cover the tokens of their rows{right}",
     }
 
 

@@ -200,7 +200,7 @@ def test_invalid_weights_are_refused_together():
     assert str(refused.value).split("; mix_sft: ") == [
         "mix_sft: the weight of a is -1; expected a number above 0",
         "the weight of b is nan; expected a finite number above 0",
-        "the weight of c is 0; expected a number above 0; remove sources that are not to be mixed",
+        "the weight of c is 0; expected a number above 0; to leave out a source, remove it",
         "the weight of d is inf; expected a finite number above 0",
         "the weight of e is True; expected a finite number above 0",
         r"the weight of f\n is 1; expected a finite number above 0",

@@ -274,9 +274,9 @@ def test_a_mix_resumes_with_another_number_of_ranks(folder, changes):
 
 def test_a_state_of_another_mix_is_refused(folder):
     state = loader(folder / "plain", mix_epochs={"a": 1, "b": 1}).state_dict()
-    with pytest.raises(UsageError, match=r'mix_epochs was {"a": 1, "b": 1}, now it is {"a": 1, "b": 2}'):
+    with pytest.raises(UsageError, match=r'mix_epochs was {"a": 1, "b": 1}, but is now {"a": 1, "b": 2}'):
         loader(folder / "plain", mix_epochs={"a": 1, "b": 2}).load_state_dict(state)
-    with pytest.raises(UsageError, match=r"mix_epochs was .* now it is null; mix_sft was null"):
+    with pytest.raises(UsageError, match=r"mix_epochs was .* but is now null; mix_sft was null"):
         loader(folder / "plain", mix_sft={"a": 1, "b": 1}).load_state_dict(state)
 
 

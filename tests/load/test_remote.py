@@ -151,8 +151,8 @@ def test_a_cache_smaller_than_the_dataset_gives_equal_batches_and_one_warning(lo
     needed = sum(info.size for info in train_files(local / "one"))
     assert dataset.sha256 == open_dataset(folder).sha256
     assert [str(each.message) for each in caught if each.category is UserWarning] == [
-        f"the cache size is 2,000 bytes, but {needed:,} bytes of {url} are needed, so files will be downloaded "
-        f"repeatedly; set CHATMILL_CACHE_SIZE or cache_size to {needed} or more"
+        f"the cache size is 2,000 bytes, but the next batches need {needed:,} bytes of {url}, so files will be "
+        f"downloaded repeatedly; set CHATMILL_CACHE_SIZE or cache_size to {needed} or more"
     ]
     kept = sum(path.stat().st_size for path in (tmp_path / "cache" / "objects").iterdir())
     largest = max(info.size for _, info in listed_files(read_metadata(local / "one")))

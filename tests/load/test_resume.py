@@ -208,10 +208,10 @@ def test_real_processes_with_changing_world_size_give_equal_batches(places, tmp_
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"epoch_seed": 8}, "epoch_seed was 7, now it is 8"),
-        ({"batch_size": 24, "epoch_shuffle": False}, "batch_size was 12, now it is 24; epoch_shuffle was true, now"),
-        ({"batch_sampling_mode": "feistel"}, 'batch_sampling_mode was "epoch", now it is "feistel"'),
-        ({"packing": "bins"}, 'block_size was null, now it is 16; packing was "none", now it is "bins"'),
+        ({"epoch_seed": 8}, "epoch_seed was 7, but is now 8"),
+        ({"batch_size": 24, "epoch_shuffle": False}, "batch_size was 12, but is now 24; epoch_shuffle was true, but"),
+        ({"batch_sampling_mode": "feistel"}, 'batch_sampling_mode was "epoch", but is now "feistel"'),
+        ({"packing": "bins"}, 'block_size was null, but is now 16; packing was "none", but is now "bins"'),
     ],
 )
 def test_a_state_of_another_order_is_refused_with_the_differences(places, changes, what):
@@ -228,7 +228,7 @@ def test_a_state_is_accepted_if_only_the_batch_layout_changed(places):
 
 def test_a_state_of_another_dataset_is_refused(places, tmp_path):
     other = write_rows(tmp_path / "other", {"train": talks(9, 53)})
-    with pytest.raises(UsageError, match=r"the dataset was [0-9a-f]{12}…, now it is [0-9a-f]{12}…"):
+    with pytest.raises(UsageError, match=r"the dataset was [0-9a-f]{12}…, but is now [0-9a-f]{12}…"):
         EpisodeLoader(other, BASE).load_state_dict(Ranks(places, {}, 1).state())
 
 

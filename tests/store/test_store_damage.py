@@ -162,7 +162,7 @@ def test_reading_rows_of_a_broken_table_is_an_error(dataset):
 @pytest.mark.parametrize(
     ("name", "dtype", "change", "said"),
     [
-        ("spans.bin", STORED_SPAN, put("length", 0, 400), "spans do not tile the tokens of their rows"),
+        ("spans.bin", STORED_SPAN, put("length", 0, 400), "spans do not exactly cover the tokens of their rows"),
         ("spans.bin", STORED_SPAN, put("role", 0, 254), "a span has a role that is not defined"),
         ("spans.bin", STORED_SPAN, put("part", 0, 255), "a span has a part that is not defined"),
         ("spans.bin", STORED_SPAN, put("rule", 0, 255), "a span has a rule that is not defined"),

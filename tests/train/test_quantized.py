@@ -175,7 +175,7 @@ def test_a_qlora_run_resumes_bitwise_exactly(sums_data, tmp_path):
     assert curve(parts.folder) == curve(whole.folder)
     for name in ("state-00000-of-00001.safetensors", "model/adapter_model.safetensors"):
         assert (parts.checkpoint / name).read_bytes() == (whole.checkpoint / name).read_bytes()
-    with pytest.raises(UsageError, match='quantize was "nf4", now it is "none"'):
+    with pytest.raises(UsageError, match='quantize was "nf4", but is now "none"'):
         trained(sums_data, tmp_path, name="parts", resume="auto", **{**settings, "quantize": "none"})
 
 

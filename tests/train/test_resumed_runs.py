@@ -133,9 +133,9 @@ def test_missing_and_truncated_files_are_detected(undisturbed, sums_data, tmp_pa
 
 def test_a_different_model_or_order_is_refused_with_the_changed_keys(undisturbed, sums_data, tmp_path):
     shutil.copytree(undisturbed.folder, tmp_path / "run")
-    with pytest.raises(UsageError, match=r"n_embd was 16, now it is 32; n_head was 2, now it is 4"):
+    with pytest.raises(UsageError, match=r"n_embd was 16, but is now 32; n_head was 2, but is now 4"):
         trained(sums_data, tmp_path, resume="auto", n_embd=32, n_head=4)
-    with pytest.raises(UsageError, match="batch_size was 4, now it is 2"):
+    with pytest.raises(UsageError, match="batch_size was 4, but is now 2"):
         trained(sums_data, tmp_path, resume="auto", batch_size=2)
 
 

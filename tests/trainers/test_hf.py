@@ -208,8 +208,8 @@ def checkpoint(weighted, model_folder, tmp_path):
 def test_a_run_on_other_data_or_in_another_order_does_not_resume(checkpoint, plain, weighted, model_folder):
     for data, config, fault in (
         (plain, PACKED, "the dataset was"),
-        (weighted, UNPACKED, 'packing was "bins", now it is "none"'),
-        (weighted, {**PACKED, "epoch_seed": 1}, "epoch_seed was 1337, now it is 1"),
+        (weighted, UNPACKED, 'packing was "bins", but is now "none"'),
+        (weighted, {**PACKED, "epoch_seed": 1}, "epoch_seed was 1337, but is now 1"),
     ):
         trainer = make_trainer(hf.TrainRows(data, config, steps=4), model_folder, checkpoint.parent)
         with pytest.raises(UsageError, match=rf"chatmill_state\.json: .*{fault}"):

@@ -312,9 +312,9 @@ def test_the_checkpoint_of_another_dataset_config_or_module_is_refused(small, we
     checkpoint = tmp_path / "step=2.ckpt"
     with pytest.raises(UsageError, match="the loader state does not match: the dataset was"):
         train(weighted, UNPACKED, max_steps=4, ckpt_path=checkpoint)
-    with pytest.raises(UsageError, match="epoch_seed was 1337, now it is 1"):
+    with pytest.raises(UsageError, match="epoch_seed was 1337, but is now 1"):
         train(small, {**UNPACKED, "epoch_seed": 1}, max_steps=4, ckpt_path=checkpoint)
-    with pytest.raises(UsageError, match="was saved with gradient_accumulation_steps 1, now it is 2"):
+    with pytest.raises(UsageError, match="was saved with gradient_accumulation_steps 1, but it is now 2"):
         train(small, {**UNPACKED, "gradient_accumulation_steps": 2}, max_steps=4, ckpt_path=checkpoint)
     state = torch.load(checkpoint, weights_only=True)
     del state["EpisodeDataModule"]

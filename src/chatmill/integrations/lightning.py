@@ -209,7 +209,7 @@ class EpisodeDataModule(LightningDataModule):
         self.loader.load_state_dict(state)
         if (saved := state.get("gradient_accumulation_steps")) != self.accumulation:
             raise UsageError(
-                f"the checkpoint was saved with gradient_accumulation_steps {one_line(str(saved))}, now it is "
+                f"the checkpoint was saved with gradient_accumulation_steps {one_line(str(saved))}, but it is now "
                 f"{self.accumulation}; use the saved value, because Lightning counts micro-batches"
             )
 

@@ -1,7 +1,7 @@
 """Build batches, the input arrays of a training step.
 
 `RowTable` builds batches from rows; only this class shifts labels, masks segment boundaries and numbers positions.
-`weight[i]` is the loss weight for predicting token i, so y[i] is token i + 1 with the weight of token i + 1:
+`weight[i]` is the loss weight for predicting token i. The label y[i] is token i + 1, with the weight of token i + 1:
 
     tokens    a b c d e        x  a b c d
     weights   0 0 1 1 1        y  - c - e      - is -100
@@ -52,9 +52,9 @@ class Batch(NamedTuple):
     positions: Any
     """int32: position ids, which start at 0 in each segment."""
     segments: Any
-    """int32: the number of each token's segment within its row, counting padding as a segment."""
+    """int32: the index of each token's segment within its row; padding is also a segment."""
     episode_ids: Any
-    """int64 (rows, maximum number of segments): the global episode number of each segment; -1 for unused entries."""
+    """int64, of shape (rows, maximum number of segments): the episode index of each segment; -1 for unused entries."""
 
     def each(self, change: Callable[[Any], Any]) -> Batch:
         """Apply a function to every array."""
@@ -67,7 +67,7 @@ class Batch(NamedTuple):
         return self.each(lambda array: torch.from_numpy(array).to(device))
 
     def split(self, parts: int) -> list[Batch]:
-        """Split the batch into `parts` micro-batches with the same number of rows, for gradient accumulation."""
+        """Split the batch into `parts` micro-batches of equal size, for gradient accumulation."""
         size, remainder = divmod(len(self.x), parts)
         if remainder:
             raise ValueError(
@@ -80,7 +80,7 @@ class Batch(NamedTuple):
 
 
 def split_batches(batch: Batch, widths: Sequence[int]) -> list[Batch]:
-    """Split batches that were built together; `widths` has each batch's number of columns in `episode_ids`."""
+    """Split batches that were built together; `widths` are the numbers of columns in their `episode_ids`."""
     parts = zip(batch.split(len(widths)), widths, strict=True)
     return [part._replace(episode_ids=part.episode_ids[:, :width]) for part, width in parts]
 
@@ -95,7 +95,7 @@ class BatchCounts(NamedTuple):
     trained: int = 0
     """Number of positions of y at which a loss is computed."""
     cut_episodes: int = 0
-    """Number of episodes that are longer than a row and are truncated at the start, as with the fit rule `tail`."""
+    """Number of episodes that are longer than a row; their start is truncated, as with the fit rule `tail`."""
     cut_tokens: int = 0
     answer_cut: int = 0
     """Number of truncated episodes that lost part of an answer; the ledger uses the same name."""
@@ -105,9 +105,7 @@ class BatchCounts(NamedTuple):
 
 
 class HashedRows(NamedTuple):
-    """The steps whose rows are hashed, and the position of this rank's first row in each global batch; all steps have
-    the same number of rows.
-    """
+    """The steps whose rows are hashed, and the position of this rank's first row in each global batch."""
 
     steps: Sequence[int]
     first_row: int
@@ -121,11 +119,11 @@ class BuiltRows(NamedTuple):
     """The fields of `BatchCounts` for each row, with shape (rows, 6)."""
     num_segments: Index
     digests: NDArray[np.uint64] | None = None
-    """The digests of `sha256_rows`, if they were computed together with the arrays."""
+    """Results of `sha256_rows`, if they were computed together with the arrays."""
 
 
 def segments_from_end(episode_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number the segments of each episode from the end (-1 is the last), because truncation removes the first segments.
+    """Number the segments of each episode from the end, because truncation removes the first segments.
 
     7 7 7 4 9 9 -1  ->  -3 -2 -1 -1 -2 -1 -1
     """
@@ -140,8 +138,7 @@ def segments_from_end(episode_ids: NDArray[np.int64]) -> NDArray[np.int64]:
 class RowTable:
     """The layout of rows before tokens are copied: row r is episodes[first[r]:first[r + 1]], then padding.
 
-    A row has block_size + 1 tokens: the tokens of x, and the label of the last token. Many rows are looked up together,
-    but `arrays` copies a few rows at a time, so that they stay in the CPU cache.
+    A row has block_size + 1 tokens: the tokens of x, and the label of the last token.
     """
 
     def __init__(
@@ -188,7 +185,7 @@ class RowTable:
         self._x_segment = inputs.put(self._number, self._num_segments).astype(np.int32)
 
         # Describe spans as runs of y. The first token of a segment is a separate run without loss. At the start of a
-        # row, the run of the first token is empty, because no token of x predicts it.
+        # row, this run is empty, because no token of x predicts the first token.
         border, not_empty = spans.segment_first[:-1], size > 0
         length = spans.length.copy()
         length[border[not_empty]] -= 1
@@ -206,7 +203,7 @@ class RowTable:
         )
 
     def trained_weights(self, size: int) -> tuple[Index, NDArray[np.float64]]:
-        """Return the number of trained positions and the sum of their weights for each group of `size` rows."""
+        """For each group of `size` rows, return the number of trained positions and the sum of their weights."""
         trained = self._counts[:, BatchCounts._fields.index("trained")]
         of_runs = self._weight.astype(np.float64) * self._y_length
         weights = np.add.reduceat(of_runs, self._y_edges[:-1])
@@ -223,7 +220,6 @@ class RowTable:
         return BuiltRows(batch, self._counts[start:stop], self._num_segments[start:stop])
 
     def arrays(self, start: int, stop: int) -> Batch:
-        """Return the arrays of rows `start` to `stop`."""
         shape = stop - start, self._block_size
         ids = self._tokens.read(self._token_edges[start], self._token_edges[stop]).reshape(shape[0], shape[1] + 1)
         runs = slice(self._y_edges[start], self._y_edges[stop])
@@ -256,7 +252,7 @@ def collate(rows: Rows, *, pad_token_id: int, length: int | None = None) -> Batc
     """Collate rows into one batch, padded on the right to `length` tokens or to the longest row.
 
     Because labels are shifted by one, x and y are one position shorter than the padded rows. `episode_ids` are row
-    numbers.
+    indices.
 
     >>> renderer = chatmill.open_renderer("chatml", "bytes")
     >>> chat = [chatmill.Message("user", "2+2?"), chatmill.Message("assistant", "4")]
@@ -293,7 +289,7 @@ class _PaddedRuns:
     """
 
     def __init__(self, first: Index, borders: Index | None = None) -> None:
-        """`borders` are the indices, counting runs of padding, of the runs whose values `put` sets separately."""
+        """`borders` are the indices of runs whose values `put` sets separately; padding runs also have an index."""
         self.edges = offsets(np.diff(first) + 1)
         self._padding, self._borders = self.edges[1:] - 1, borders
         self._real = np.ones(self.edges[-1], dtype=np.bool_)

@@ -18,9 +18,7 @@ from chatmill.load.stored_rows import look_up, row_table
 from chatmill.rows import Index
 
 LOOKUP_POSITIONS, CHUNK_POSITIONS = 1 << 21, 1 << 15
-"""Maximum numbers of positions of x that are looked up together and that are copied as one chunk; a larger batch is
-still looked up and copied as a whole.
-"""
+"""Maximum numbers of positions of x to look up together and to copy as one chunk. A batch is never divided."""
 LOOKUP_BATCHES = 256
 """Maximum number of batches that are looked up together."""
 BYTES_PER_POSITION = 30
@@ -34,9 +32,7 @@ The second return value is None, or a function to call when the loader returns a
 
 
 class ReadyBatch(NamedTuple):
-    """A finished batch, with the values that the loader reports, and a function to call when the loader returns the
-    batch.
-    """
+    """A finished batch, with the values that the loader reports to its listener."""
 
     step: PlannedStep
     batch: Batch
@@ -50,7 +46,7 @@ class ReadyBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchBuilder:
-    """Builds the batches of one rank. A builder shares no state with the loader, so it can run in a thread."""
+    """Builds the batches of one rank; shares no state with the loader, so that it can run in a thread."""
 
     plan: LoadPlan
     rank: int
@@ -70,12 +66,11 @@ class BatchBuilder:
             )
 
     def batches(self, steps: Iterator[PlannedStep]) -> Iterator[ReadyBatch]:
-        """Yield the batches of these steps."""
         for chunk in self.chunks(steps):
             yield from chunk
 
     def chunks(self, steps: Iterator[PlannedStep]) -> Iterator[list[ReadyBatch]]:
-        """Yield the batches of these steps as lists of batches that were built together."""
+        """Yield the batches of these steps, in lists of batches that were built together."""
         config, size = self.plan.config, self.num_rows
         positions = size * config.block_size
         per_lookup = min(LOOKUP_BATCHES, max(1, LOOKUP_POSITIONS // positions))
@@ -110,13 +105,13 @@ class BatchBuilder:
 
 
 def trained_weights(plan: LoadPlan, step: PlannedStep, size: int) -> tuple[Index, NDArray[np.float64]]:
-    """Return the number of trained positions and the sum of their weights for each group of `size` rows of a step."""
+    """For each group of `size` rows of a step, return the number of trained positions and the sum of their weights."""
     rows = pad_rows(step.rows(0, step.num_rows), plan.config.batch_size)
     return row_table(plan, rows).trained_weights(size)
 
 
 def count_sources(plan: LoadPlan, rows: Window, batch: Batch) -> Index:
-    """Count the rows, tokens or trained tokens (`mix_by`) of each source in a batch of these rows."""
+    """Count the rows, tokens or trained tokens of each source in a batch, depending on `mix_by`."""
     count, first = len(plan.sources), plan.first_of_source
     source = np.searchsorted(first, rows.episodes, side="right") - 1
     if plan.config.mix_by == "rows":
@@ -124,14 +119,14 @@ def count_sources(plan: LoadPlan, rows: Window, batch: Batch) -> Index:
     if plan.config.mix_by == "tokens":
         kept = np.minimum(plan.reader.locate(rows.episodes).length, plan.capacity)
         return np.bincount(source, weights=kept, minlength=count).astype(np.int64)
-    # Sources are numbered from 1, and 0 means no source. The extra column is for the padding after the last segment.
+    # Here, sources are numbered from 1, and 0 means no source. Padding after the last segment needs an extra column.
     of_segment = np.pad(np.searchsorted(first, batch.episode_ids, side="right"), ((0, 0), (0, 1)))
     of_token = np.take_along_axis(of_segment, batch.segments.astype(np.int64), axis=1)
     return np.bincount(of_token[batch.loss_mask], minlength=count + 1)[1:]
 
 
 def _groups(steps: Iterator[PlannedStep], most: int) -> Iterator[list[PlannedStep]]:
-    """Yield lists of 1, 2, 4 … steps, up to `most`. If planning a step fails, yield the steps before it, then raise the
+    """Yield lists of 1, 2, 4 … steps, up to `most`. If planning fails, yield the steps planned so far, then raise the
     error.
     """
     group: list[PlannedStep] = []

@@ -1,8 +1,7 @@
 """Check that a dataset consists of stream blocks, as post-training requires.
 
-In post-training an answer is trained only after a complete user turn in the same row. Rows of a different size are
-refused because the loader would truncate them, and rows that are not blocks are refused because they may start
-anywhere.
+In post-training, the model is trained on an answer only if a complete user turn precedes it in the same row. The loader
+would truncate rows of a different size, and rows that are not blocks may start anywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from chatmill.store.read import Dataset
 
 
 def block_fault(dataset: Dataset, block_size: int) -> str | None:
-    """Return an error with the command that builds a suitable dataset, or None if post-training accepts the dataset."""
+    """Return an error that contains the command to build a suitable dataset, or None if the dataset is suitable."""
     if (what := _other_rows(dataset, block_size)) is None:
         return None
     size = block_size + 1
@@ -26,7 +25,7 @@ def block_fault(dataset: Dataset, block_size: int) -> str | None:
 
 
 def _other_rows(dataset: Dataset, block_size: int) -> str | None:
-    """Return why a dataset does not consist of blocks of this size that train only answers, or None if it does."""
+    """Return why post-training cannot read a dataset, or None if it can."""
     if isinstance(dataset, PrimerCache):
         return "is a cache with one conversation per row"
     if dataset.metadata is None:
@@ -36,12 +35,14 @@ def _other_rows(dataset: Dataset, block_size: int) -> str | None:
         packed = f" --pack {config['pack']}" if config.get("pack") else ""
         return f"was made with --fit {fit}{packed}" if isinstance(fit, str) else "is not made of blocks"
     if (size := config.get("max_tokens")) != block_size + 1:
-        return f"is made of blocks of {size} tokens (block_size {size - 1})" if isinstance(size, int) else "has no size"
-    return "trains more than answers (--train-on all)" if "all" in _trained_on(config) else None
+        if not isinstance(size, int):
+            return "does not record max_tokens"
+        return f"is made of blocks of {size} tokens (block_size {size - 1})"
+    return "its loss mask includes more than answers (--train-on all)" if "all" in _trained_on(config) else None
 
 
 def _trained_on(config: Mapping[str, Any]) -> set[Any]:
-    """Return all values of `train_on` in a dataset's config; after reweighing, values of sources are ignored."""
+    """Return all values of `train_on` in a dataset's config. Reweighing replaces the values of the sources."""
     chosen = {config.get("train_on")}
     if "reweighed_from" not in config:
         sources = config.get("sources")

@@ -22,7 +22,7 @@ MIX = ValueCheck(
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig(Config):
-    """Settings that determine which episodes are in which batch, and how a batch is laid out.
+    """Settings that determine the episodes and the layout of each batch.
 
     >>> LoadConfig(batch_size=4, packing="bins", use_loss_mask=True).block_size
     512
@@ -48,7 +48,7 @@ class LoadConfig(Config):
     mix_sft: Mapping[str, float] | None = key(None, "sources to mix, with their weights", optional(MIX))
     mix_epochs: Mapping[str, float] | None = key(
         None,
-        "sources to mix, with the number of epochs over each source in one epoch of the mix; replaces mix_sft",
+        "sources to mix, with the number of epochs of each source per epoch of the mix; replaces mix_sft",
         optional(MIX),
     )
     mix_by: str = key("rows", "unit of the weights in mix_sft", one_of(*MIX_BY))
@@ -83,7 +83,7 @@ class LoadConfig(Config):
 
     @property
     def mix(self) -> Mapping[str, float] | None:
-        """The sources of the mix with their weights or epochs, or None without a mix."""
+        """The sources of the mix and their weights or epochs, or None without a mix."""
         return self.mix_sft if self.mix_epochs is None else self.mix_epochs
 
     @property
@@ -92,7 +92,7 @@ class LoadConfig(Config):
         return "mix_sft" if self.mix_epochs is None else "mix_epochs"
 
     def order_part(self) -> dict[str, Any]:
-        """Return the keys that determine which episodes are in which batch; equal values give equal batches."""
+        """Return the settings that determine which episodes are in which batch."""
         names = [
             "batch_size",
             "batch_sampling_mode",
@@ -110,5 +110,5 @@ class LoadConfig(Config):
 
 
 def order_sha256(order: Mapping[str, Any]) -> str:
-    """Hash the config keys that determine the order of episodes."""
+    """Hash the settings that `order_part` returns."""
     return hashlib.sha256(json.dumps(order, sort_keys=True).encode()).hexdigest()

@@ -1,8 +1,8 @@
-"""Compute digests of the rows of a batch for the audit log, from the arrays and the position of each row.
+"""Compute the row digests of a batch for the audit log.
 
-`sha256_rows` hashes only the data that determines a row, which is a third of its bytes; `blake2b_rows` hashes all
-bytes, as in logs of earlier versions. `_batch.c` computes the digests of `sha256_rows` while it writes the rows.
-Digests of several rows, ranks or steps are combined by adding them, modulo 2^64 in each column.
+`sha256_rows` hashes only the data that determines a row, a third of its bytes. `blake2b_rows` hashes all bytes; logs of
+earlier versions use it. `_batch.c` computes the same digests as `sha256_rows` while it writes the rows. Digests of
+rows, ranks or steps are combined by addition, modulo 2^64 in each column.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from chatmill.rows import Index
 
 Digests = NDArray[np.uint64]
 RowDigests = Callable[[Batch, Sequence[int], int], Digests]
-"""Computes digests of shape (rows, 2) from a batch of several steps, the steps, and the first row's global position."""
+"""Computes digests of shape (rows, 2) from a batch, its steps, and the position of its first row in a global batch."""
 ONE = int(np.float32(1).view(np.uint32))
 """The bits of 1.0, the weight of most trained tokens."""
 
@@ -26,9 +26,8 @@ ONE = int(np.float32(1).view(np.uint32))
 def sha256_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
     """Hash each row with its step, its position in the global batch, and its episodes.
 
-    The label of a trained position is nearly always the next token, with weight 1. The hash covers the tokens, one bit
-    per position that has a label, and only those labels that differ from the next token and those weights that differ
-    from 1.
+    A trained position nearly always has the next token as its label, and weight 1. The hash covers the tokens, one bit
+    per position for whether it has a label, and the labels and weights that are exceptions.
     """
     tokens, labels = batch.x, batch.y
     has_label = labels != IGNORE_INDEX
@@ -51,8 +50,6 @@ def sha256_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
 
 
 class _Sparse:
-    """The selected entries of a table, grouped by row."""
-
     def __init__(self, chosen: NDArray[np.bool_], values: NDArray[np.generic]) -> None:
         rows, columns = np.nonzero(chosen)
         self._pairs = np.stack([columns, values[rows, columns].astype(np.int64)], axis=1)
@@ -79,7 +76,7 @@ DIGESTS: dict[str | None, RowDigests] = {None: blake2b_rows, "sha256": sha256_ro
 
 
 def _places(rows: int, steps: Sequence[int], first_row: int) -> Index:
-    """Return the step of each row and the row's position in the step's global batch, with shape (rows, 2)."""
+    """Return the step of each row and its position in the global batch, as an array of shape (rows, 2)."""
     places = np.empty((len(steps), rows // len(steps), 2), dtype=np.int64)
     places[:, :, 0] = np.array(steps)[:, np.newaxis]
     places[:, :, 1] = np.arange(first_row, first_row + places.shape[1])
@@ -87,7 +84,7 @@ def _places(rows: int, steps: Sequence[int], first_row: int) -> Index:
 
 
 def _words(batch: Batch) -> NDArray[np.uint32]:
-    """Return x, y and weights as one array of 32-bit words; the label -100 becomes a word larger than any token id."""
+    """Return x, y and weights as one array of 32-bit words; the label -100 becomes 2^32 - 100."""
     return np.concatenate(
         (batch.x.astype("<u4"), batch.y.astype("<u4"), batch.weights.astype("<f4").view("<u4")), axis=1
     )

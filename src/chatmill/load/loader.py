@@ -1,10 +1,10 @@
-"""The loader returns the batches of a dataset for one rank. The loader's position can be saved and restored.
+"""The loader returns the batches of a dataset for one rank. Its position can be saved and restored.
 
     loader = EpisodeLoader("data/v1", "config.json")
     for batch in loader: …
 
-`LoadPlan` decides which episodes are in which batch, `BatchBuilder` builds the arrays, and the loader prefetches and
-returns batches and keeps a cursor for each split.
+`LoadPlan` decides which episodes are in which batch, and `BatchBuilder` builds the arrays. The loader prefetches
+batches and keeps a cursor for each split.
 """
 
 from __future__ import annotations
@@ -67,19 +67,23 @@ class Listener(Protocol):
     ) -> None:
         """Called before a batch is returned; `digest` is the sum of the digests of this rank's rows.
 
-        `source_counts` has the number of rows, tokens or trained tokens (`mix_by`) from each source of a mix.
+        In a mix, `source_counts` has the number of rows, tokens or trained tokens of each source, depending on
+        `mix_by`.
         """
 
     def epoch_completed(self, plan: LoadPlan, epoch: int, step: PlannedStep) -> None:
-        """Called with the last batch of an epoch; the episodes in `step.dropped` are too few for another batch."""
+        """Called before the last batch of an epoch is returned; `step.dropped` are the episodes that do not fill a
+        batch.
+        """
 
 
 class EpisodeLoader(IterableDataset):
-    """Loads batches from a dataset, a cache, or a mix of several sources; iterates forever unless `epochs` is given.
+    """Loads batches from a dataset, a cache, or a mix of sources; iterates forever unless `epochs` is given.
 
-    Each rank gets its batch_size / world_size rows of the global batch. Arrays are torch tensors if torch is installed,
-    unless `tensors` is false; with a `device`, they are copied to the device ahead of time. Once the caller is slower
-    than the loader, a thread prefetches `ahead` chunks of batches; 0 disables prefetching.
+    Each rank gets its batch_size / world_size rows of the global batch. Batches contain torch tensors if torch is
+    installed and `tensors` is true, and numpy arrays otherwise. With a `device`, tensors are copied to the device ahead
+    of time. If the caller is slower than the loader, a thread prefetches `ahead` chunks of batches; 0 disables
+    prefetching.
 
     >>> from pathlib import Path
     >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))
@@ -126,7 +130,8 @@ class EpisodeLoader(IterableDataset):
         self._prefetches: dict[str, Prefetch] = {}
         """Downloads for datasets at URLs."""
         self._skip: int | None = None
-        """In a worker, the number of other workers' batches before its next batch, or None before its first batch."""
+        """In a DataLoader worker, the number of batches to skip before the next batch, or None before the first batch.
+        """
         # Check the settings now, so that errors are raised before the first batch.
         order = self._builder(self.plan(split)).plan.order
         if epochs is not None and order.length is None:
@@ -158,7 +163,7 @@ class EpisodeLoader(IterableDataset):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Splits in which a source has an episode of at least `episode_min_tokens` tokens."""
+        """Splits that have an episode of at least `episode_min_tokens` tokens."""
         return tuple(name for name in SPLITS if self.sources_of(name))
 
     def sources_of(self, split: str) -> tuple[DataSource, ...]:
@@ -191,7 +196,7 @@ class EpisodeLoader(IterableDataset):
         return self._cursors.get(split or self.split, Cursor())
 
     def counts(self, split: str | None = None) -> BatchCounts:
-        """Return the counts over all rows of a split that were returned on this rank."""
+        """Return the counts of all rows of a split that this rank has returned."""
         return self._counts.get(split or self.split, BatchCounts())
 
     # Batches.
@@ -206,9 +211,7 @@ class EpisodeLoader(IterableDataset):
             yield self.get_batch()
 
     def __len__(self) -> int:
-        """Return the number of batches in all `epochs`, regardless of the cursor; raise `TypeError` if `epochs` is
-        None.
-        """
+        """Return the number of batches in all `epochs`, regardless of the cursor."""
         check_length_reader()
         if self.epochs is None:
             raise TypeError("an EpisodeLoader without epochs has no length; set epochs")
@@ -218,8 +221,7 @@ class EpisodeLoader(IterableDataset):
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing, because the loader counts epochs itself; raise `UsageError` if Accelerate would shard its
-        batches.
+        """Do nothing, because the loader counts epochs; raise `UsageError` if Accelerate would shard the batches again.
         """
         check_epoch_reader(self.rank, self.world_size)
 
@@ -242,16 +244,15 @@ class EpisodeLoader(IterableDataset):
         return self._return(stream.plan, item)
 
     def prefetch(self, steps: int | None = None, *, split: str | None = None) -> str | None:
-        """Start downloading the files that the next `steps` batches (None means an epoch) need from datasets at URLs.
+        """Start downloading the files that the next `steps` batches need, for datasets at URLs; None means an epoch.
 
-        `get_batch` calls this method if the caller has not. Returns a warning if the cache is too small, else
-        None.
+        `get_batch` calls this method if the caller has not. Return a warning if the cache is too small, otherwise None.
         """
         name = split or self.split
         return self._start_prefetch(name, self.plan(name), self.cursor(name), steps)
 
     def _start_prefetch(self, name: str, plan: LoadPlan, at: Cursor, steps: int | None) -> str | None:
-        """Start the downloads of a split, unless this process has already started them; return a warning or None."""
+        """Start the downloads of a split, unless this process has already started them."""
         # A forked process starts its own downloads, because threads do not survive a fork.
         if name in self._prefetches and self._prefetches[name].process == os.getpid():
             return None
@@ -267,10 +268,10 @@ class EpisodeLoader(IterableDataset):
         return Progress(*map(sum, zip(*parts, strict=True))) if parts else None
 
     def one_pass(self, split: str, *, source: DataSource | None = None) -> Iterator[Batch]:
-        """Yield batches with every eligible episode once, in stored order, without moving a cursor or dropping rows.
+        """Yield every eligible episode once, in stored order; cursors do not move and no rows are dropped.
 
-        If `source` is given, only the episodes of this source are read, numbered from 0; by default, all sources are
-        read. The last batch is padded with empty rows, so that all ranks get the same number of batches.
+        With `source`, only the episodes of this source are read, and their indices start at 0. The last batch is padded
+        with empty rows, so that all ranks get the same number of batches.
         """
         sources = (source,) if source is not None else self.sources_of(split) or self.sources
         plan = LoadPlan(sources, self.config, split, in_stored_order=True)
@@ -303,7 +304,7 @@ class EpisodeLoader(IterableDataset):
         return item.batch
 
     def _work(self, number: int, workers: int) -> Iterator[Batch]:
-        """Yield every `workers`-th batch in one of several DataLoader workers, which the DataLoader reads in turn."""
+        """Yield every `workers`-th batch, because the DataLoader reads its workers in turn."""
         if self._listener is not None:
             raise UsageError("a loader with a listener cannot run in DataLoader workers; set num_workers=0")
         plan = self.plan(self.split)
@@ -321,7 +322,7 @@ class EpisodeLoader(IterableDataset):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursors of all splits as a JSON value, which is the same on all ranks."""
+        """Return the cursors of all splits in a form that can be saved as JSON. The state is the same on all ranks."""
         order, worker = self.config.order_part(), self._worker()
         state: dict[str, Any] = {
             "version": STATE_VERSION,
@@ -333,8 +334,8 @@ class EpisodeLoader(IterableDataset):
         return state if worker is None else {**state, "worker": worker}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state, with any number of ranks; raise `UsageError` if it does not match the dataset and the
-        config.
+        """Resume from a state, with any number of ranks. Raise `UsageError` if the dataset or the order of episodes
+        differs.
         """
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != STATE_VERSION:
@@ -355,7 +356,7 @@ class EpisodeLoader(IterableDataset):
         self._cursors, self._skip = cursors, skip
 
     def _worker(self) -> dict[str, int] | None:
-        """Return the index of this worker process, and how many batches of other workers precede its next batch."""
+        """Return this worker's index, and the number of batches to skip before its next batch."""
         worker = get_worker_info()
         if worker is None:
             return None
@@ -371,7 +372,6 @@ class EpisodeLoader(IterableDataset):
         self._streams, self._prefetches = {}, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle: all attributes except threads and plans, which contain caches."""
         return {**vars(self), "_streams": {}, "_prefetches": {}, "_plans": {}}
 
 
@@ -390,7 +390,7 @@ def _differences(state: Mapping[str, Any], dataset_sha256: str, order: Mapping[s
     faults = []
     if state.get("dataset_sha256") != dataset_sha256:
         saved = one_line(str(state.get("dataset_sha256")), 12)
-        faults.append(f"the dataset was {saved}, now it is {one_line(dataset_sha256, 12)}")
+        faults.append(f"the dataset was {saved}, but is now {one_line(dataset_sha256, 12)}")
     theirs = state.get("config")
     if not isinstance(theirs, Mapping) or state.get("config_sha256") != order_sha256(theirs):
         return [*faults, "the config does not match its hash"]
@@ -398,7 +398,7 @@ def _differences(state: Mapping[str, Any], dataset_sha256: str, order: Mapping[s
     mine = json.loads(json.dumps(order))
     for name in sorted(mine.keys() | theirs.keys()):
         if mine.get(name) != theirs.get(name):
-            faults.append(f"{one_line(name)} was {_shown(theirs.get(name))}, now it is {_shown(mine.get(name))}")
+            faults.append(f"{one_line(name)} was {_shown(theirs.get(name))}, but is now {_shown(mine.get(name))}")
     return faults
 
 

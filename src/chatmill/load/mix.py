@@ -1,7 +1,7 @@
-"""Mix several sources: select the source of each position, and order the episodes of all sources.
+"""Mix several sources: select a source for each position, and order its episodes.
 
-Weights are converted to integers, whose sum is the period of a table of sources. The table maps every position to a
-source, so shares do not drift and no state is needed. Each source has its own epochs, independent of batch boundaries.
+Weights are converted to integers. Their sum is the period of a table that maps every position to a source, so shares do
+not drift and no state is needed. Each source has its own epochs, independent of batch boundaries.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MIX_BY = ("rows", "tokens", "trained_tokens")
 def shares(weights: Mapping[str, object], key: str = "mix_sft") -> dict[str, Fraction]:
     """Normalize weights to exact fractions that sum to 1; the weight 0.1 counts as exactly one tenth.
 
-    Invalid weights are reported together in one error, under the config key `key`.
+    One error lists all invalid weights, under the config key `key`.
 
     >>> from chatmill.load import shares
     >>> shares({"a": 0.5, "b": 1.5})
@@ -57,15 +57,14 @@ def _weight_fault(name: str, weight: object, key: str) -> str | None:
         return f"{shown}; expected a finite number above 0"
     if weight < 0:  # type: ignore[operator]
         return f"{shown}; expected a number above 0"
-    return f"{shown}; expected a number above 0; remove sources that are not to be mixed" if weight == 0 else None
+    return f"{shown}; expected a number above 0; to leave out a source, remove it" if weight == 0 else None
 
 
 def row_weights(requested: Mapping[str, Fraction], *, row_size: Mapping[str, Fraction] | None = None) -> dict[str, int]:
-    """Return the number of rows of each source in a period of at most 2^16 rows, such that each source has its share.
+    """Return the number of rows of each source in a period of at most 2^16 rows.
 
-    To mix by tokens or trained tokens instead of rows, pass the average number of tokens per row of each source as
-    `row_size`. The shares are exact if the period allows it; otherwise each source is within one row in 2^16 of its
-    share.
+    To mix by tokens or trained tokens, pass the average number of tokens per row of each source as `row_size`. The
+    shares are exact if the period allows it; otherwise they are rounded to multiples of 1/2^16.
 
     >>> from chatmill.load import row_weights, shares
     >>> row_weights(shares({"a": 0.5, "b": 1.5}))
@@ -117,13 +116,13 @@ def epoch_rows(epochs: Mapping[str, float], num_rows: Mapping[str, int]) -> dict
 
 
 class MixSchedule:
-    """Maps positions to sources by integer weights; at every position each source is within one row of its share.
+    """Maps positions to sources by integer weights; up to any position, each source is within one row of its share.
 
         weights 1 2, one period  ->  sources 1 0 1, ordinals 0 0 1
 
-    With n sources, each row of a source has a range of positions that keep the source within 1 - 1/(2n-2) rows of its
-    share. Tijdeman proved (The chairman assignment problem, 1980) that scheduling by earliest deadline keeps every row
-    within its range.
+    With n sources, each row has a range of positions that keep its source within 1 - 1/(2n-2) rows of its share.
+    Scheduling by earliest deadline keeps every row within its range, as Tijdeman proved in "The chairman assignment
+    problem" (1980).
 
     >>> from chatmill.load import MixSchedule
     >>> MixSchedule([1, 2]).at([0, 1, 2])[0].tolist()
@@ -165,8 +164,8 @@ class MixSchedule:
 class LongMixSchedule:
     """Maps positions to sources by integer weights with a sum of up to `MOST_ROWS`, exact over each period.
 
-    A period is divided into equal blocks, over which the rows of each source are spread evenly, and each block has its
-    own schedule. At every position each source is within two rows of its share.
+    A period is divided into blocks of nearly equal size. The rows of each source are spread evenly over the blocks, and
+    each block has its own schedule. Up to any position, each source is within two rows of its share.
 
     >>> from chatmill.load.mix import LongMixSchedule
     >>> LongMixSchedule([100_003, 50_000]).counts(150_003).tolist()
@@ -210,25 +209,23 @@ class LongMixSchedule:
         return periods * self.weights + counts
 
     def _before(self, block: int) -> Index:
-        """Return the number of rows of each source before a block."""
         return self.weights * block // self._blocks
 
     def _block(self, positions: Index) -> Index:
-        """Return the number of the block that contains each position in a period."""
+        """Return the index of the block that contains each position in a period."""
         block = positions * self._blocks // self.period
         # Because row counts are rounded down for each source, a block may start a few rows early.
         following = (self.weights[:, None] * (block + 1) // self._blocks).sum(axis=0)
         return block + (positions >= following)
 
     def _part(self, block: int) -> tuple[Index, Index, MixSchedule]:
-        """Return the sources in a block, the numbers of rows of all sources before the block, and its schedule."""
+        """Return the sources in a block, the row count of each source before the block, and the block's schedule."""
         before = self._before(block)
         rows = self._before(block + 1) - before
         return np.flatnonzero(rows), before, self._schedule(tuple(rows.tolist()))
 
 
 def _sources(weights: Index) -> Index:
-    """Return the source at each position of one period."""
     total, slack = int(weights.sum()), 2 * len(weights) - 2
     if slack == 0:
         return np.zeros(total, dtype=np.int64)
@@ -252,8 +249,7 @@ def _sources(weights: Index) -> Index:
 
 
 class MixedOrder(Order):
-    """An infinite order over several sources: the schedule selects a source, and the order of the source selects the
-    episode.
+    """An infinite order over several sources: a schedule selects a source, and the source's order selects the episode.
 
     Episodes are numbered over all sources. A source that reaches the end of its epoch starts its next epoch. For a
     source in `random` order, the episode depends on the position in the mix, not on the position in the source.
@@ -323,7 +319,7 @@ class MixedOrder(Order):
 
 
 def _at_ordinals(order: Order, ordinals: Index, positions: Index) -> Index:
-    """Return the episodes of one source for these row numbers, which may span several epochs of the source."""
+    """Return the episodes of one source for these ordinals, which may span several epochs of the source."""
     if order.length is None:
         return order.at(0, positions)
     epochs, within = np.divmod(ordinals, order.length)

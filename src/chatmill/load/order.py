@@ -1,7 +1,7 @@
 """Orders are pure functions that map each position of an epoch to an episode.
 
 An order has no state: `at` computes any position of any epoch. The name of an order includes a version, and the meaning
-of a name never changes, so the name, the seed and the number of episodes define an order permanently.
+of a name never changes. The name, the seed and the number of episodes therefore always define the same order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Order(ABC):
 
     @abstractmethod
     def find(self, epoch: int, episode: int) -> int:
-        """Return the position of an episode in an epoch; this is the inverse of `at`."""
+        """Return the position of an episode in an epoch; the inverse of `at`."""
 
     def block(self, epoch: int, start: int, stop: int) -> Index:
         """Return the episodes at positions `start` to `stop` of an epoch."""
@@ -87,7 +87,7 @@ def effective_seed(seed: int, epoch: int) -> int:
 
 
 class IdentityOrder(Order):
-    """The stored order in every epoch; the base class of orders in which every episode occurs once per epoch."""
+    """The stored order in every epoch; the base class of orders that contain every episode once per epoch."""
 
     name = "identity/1"
 
@@ -129,10 +129,9 @@ class EpochOrder(IdentityOrder):
 class FeistelOrder(IdentityOrder):
     """A keyed permutation that is computed only for the requested positions, in constant memory.
 
-    An episode number is split into a pair, n = left * width + right, on a nearly square grid that covers all episodes.
-    Each of eight rounds adds a hash of one half of the pair to the other half, modulo the size of that half;
-    subtraction inverts a round. If the result is beyond the last episode, the rounds are repeated until the result is a
-    valid episode.
+    An index n is split into two halves, n = left * width + right, on a nearly square grid that covers all episodes.
+    Each of eight rounds adds a hash of one half to the other, modulo the other's size; subtraction inverts a round. If
+    the result is beyond the last episode, the rounds are repeated.
     """
 
     name = "feistel/1"
@@ -161,7 +160,8 @@ class FeistelOrder(IdentityOrder):
 
 
 class RandomOrder(Order):
-    """Uniform sampling with replacement: draw p is a hash of (seed, p), scaled to the number of episodes.
+    """Uniform sampling with replacement: the draw at position p is a hash of (seed, p), scaled to the number of
+    episodes.
 
     The order has only epoch 0.
     """
@@ -185,7 +185,7 @@ class RandomOrder(Order):
 
 
 def check_numbers(what: str, numbers: ArrayLike, limit: int | None) -> Index:
-    """Return one or more numbers as an array; raise `UsageError` if a number is not in the range 0 to limit - 1."""
+    """Return one or more indices as an array; raise `UsageError` if an index is below 0 or not below `limit`."""
     chosen = np.array(numbers, dtype=np.int64, ndmin=1)
     if chosen.size and (chosen.min() < 0 or (limit is not None and chosen.max() >= limit)):
         wrong = chosen.min() if chosen.min() < 0 else chosen.max()
@@ -197,7 +197,7 @@ def check_numbers(what: str, numbers: ArrayLike, limit: int | None) -> Index:
 
 
 def _mixed(values: Bits) -> Bits:
-    """The finalizer of SplitMix64: a bijection on 64 bits in which each output bit depends on all input bits."""
+    """The finalizer of SplitMix64, a bijection on 64 bits."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(values ^ (values >> np.uint64(31)))

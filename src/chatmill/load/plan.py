@@ -1,4 +1,4 @@
-"""The plan of a split determines the episodes in each row of each batch, without reading tokens.
+"""A plan determines the episodes in each row of each batch of a split, without reading tokens.
 
     order    positions of an epoch -> episodes
     window   2^16 positions -> rows: one episode each, or packed best fit and permuted by (seed, epoch, window)
@@ -36,7 +36,7 @@ NO_EPISODES: Index = np.empty(0, dtype=np.int64)
 
 
 class Cursor(NamedTuple):
-    """The start of a batch: the number of earlier batches, and the position of its first row."""
+    """The start of a batch: the number of batches before it, and the position of its first row."""
 
     step: int = 0
     epoch: int = 0
@@ -65,7 +65,7 @@ class Window(NamedTuple):
 
 
 class PlannedStep(NamedTuple):
-    """One global batch; row r consists of episodes[first[r]:first[r + 1]], as global episode numbers."""
+    """One global batch; row r consists of episodes[first[r]:first[r + 1]], which are indices over all sources."""
 
     at: Cursor
     after: Cursor
@@ -74,7 +74,7 @@ class PlannedStep(NamedTuple):
     begins_epoch: bool
     ends_epoch: bool
     dropped: Index
-    """Episodes at the end of the epoch that do not fill a batch and are dropped."""
+    """Episodes at the end of the epoch that are dropped because they do not fill a batch."""
 
     @property
     def num_rows(self) -> int:
@@ -87,14 +87,12 @@ class PlannedStep(NamedTuple):
 
 
 class LoadPlan:
-    """The batches of one split, as a pure function of its sources, the config and a cursor."""
+    """The batches of one split: a pure function of the sources, the config and a cursor."""
 
     def __init__(
         self, sources: Sequence[DataSource], config: LoadConfig, split: str, *, in_stored_order: bool = False
     ) -> None:
-        """With `in_stored_order`, plan every eligible episode once, in stored order, and keep an incomplete last
-        batch.
-        """
+        """With `in_stored_order`, episodes keep their stored order, and an incomplete last batch is kept."""
         self.sources = tuple(sources)
         self.config = config
         self.split = split
@@ -108,7 +106,7 @@ class LoadPlan:
         self.num_episodes = sum(counts)
         shorts = zip(too_short, self.first_of_source, strict=False)
         self.skipped: Index = np.concatenate([short + first for short, first in shorts])
-        """Global numbers of episodes with fewer than `episode_min_tokens` tokens, in ascending order."""
+        """Indices of episodes with fewer than `episode_min_tokens` tokens, in ascending order."""
         self._before_skipped = self.skipped - np.arange(len(self.skipped))
         eligible = [count - len(short) for count, short in zip(counts, too_short, strict=True)]
         for source, count in zip(sources, eligible, strict=True):
@@ -129,7 +127,7 @@ class LoadPlan:
 
     @cached_property
     def pass_episodes(self) -> int:
-        """Number of episodes in a pass over the data: all eligible ones or, with `mix_epochs`, those in an epoch of the
+        """Number of episodes in a pass over the data: all that are eligible or, with `mix_epochs`, one epoch of the
         mix.
         """
         if self.config.mix_epochs is None or not isinstance(self.order, MixedOrder):
@@ -146,20 +144,20 @@ class LoadPlan:
     # Functions for the order of episodes.
 
     def episodes(self, ordinals: Index) -> Index:
-        """Convert the order's indices, which count only eligible episodes, to global episode numbers."""
+        """Convert indices that count only eligible episodes to indices of all episodes."""
         if not len(self.skipped):
             return ordinals
         return ordinals + np.searchsorted(self._before_skipped, ordinals, side="right")
 
     def ordinal(self, episode: int) -> int:
-        """Return the index of an episode among the eligible episodes; this is the inverse of `episodes`."""
+        """Return the index of an episode among the eligible episodes; the inverse of `episodes`."""
         if not 0 <= episode < self.num_episodes:
             raise UsageError(f"no episode {episode} in {self.split}; expected 0 to {self.num_episodes - 1}")
         before = int(np.searchsorted(self.skipped, episode))
         if before < len(self.skipped) and self.skipped[before] == episode:
             least = self.config.episode_min_tokens
             raise UsageError(
-                f"episode {episode} has fewer than {least} tokens (episode_min_tokens) and is not in any epoch"
+                f"episode {episode} is not in any epoch, because it has fewer than {least} tokens (episode_min_tokens)"
             )
         return episode - before
 
@@ -179,15 +177,12 @@ class LoadPlan:
             epoch, position = (epoch, stop) if stop != self.order.length else (epoch + 1, 0)
 
     def _limited(self, position: int) -> int:
-        """Return a position, limited to the end of the epoch."""
         return position if self.order.length is None else min(position, self.order.length)
 
     def _look_up(self, epoch: int, number: int) -> Index:
-        """Return the episodes of one block of positions."""
         return self.episodes(self.order.block(epoch, number * BLOCK, self._limited((number + 1) * BLOCK)))
 
     def _at_positions(self, epoch: int, start: int, stop: int) -> Index:
-        """Return the episodes at positions `start` to `stop` of an epoch."""
         numbers = range(start // BLOCK, -(-stop // BLOCK))
         parts = [self._block(epoch, number) for number in numbers]
         episodes = parts[0] if len(parts) == 1 else np.concatenate([NO_EPISODES, *parts])
@@ -213,7 +208,6 @@ class LoadPlan:
         return self._packed_rows(epoch, window)
 
     def _rows(self, epoch: int, window: int, start: int, stop: int) -> Window:
-        """Return rows `start` to `stop` of a window."""
         if self.config.packing == "none":
             first = window * WINDOW
             return Window(self._at_positions(epoch, first + start, first + stop), _one_each(stop - start))
@@ -226,7 +220,7 @@ class LoadPlan:
         return sum(self._num_rows(epoch, window) for window in range(self.num_windows() or 0))
 
     def num_steps(self, epoch: int) -> int:
-        """Return the number of batches in an epoch, for orders with epochs; raise `UsageError` if the number is 0."""
+        """Return the number of batches in an epoch, for orders with epochs; raise `UsageError` if there are none."""
         steps, remainder = divmod(self.count_rows(epoch), self.config.batch_size)
         if not self.drop_last:
             return steps + (remainder > 0)
@@ -245,7 +239,7 @@ class LoadPlan:
         return episodes
 
     def rows_of_episodes(self, episodes: int) -> int:
-        """Return how many rows from the start of a mix are needed to contain this many episodes."""
+        """Return the number of rows that contain the first `episodes` episodes of a mix."""
         if self.config.packing == "none":
             return episodes
         rows = 0
@@ -257,10 +251,9 @@ class LoadPlan:
         raise AssertionError
 
     def passes(self, at: Cursor) -> float | None:
-        """Return the fractional number of passes over the data before a cursor, or None for the order `random`.
+        """Return the number of passes over the data before a cursor, as a fraction, or None for the order `random`.
 
         One pass over a mix has as many episodes as all sources together or, with `mix_epochs`, as one epoch of the mix.
-        All rows of a window count equally.
         """
         if self.config.batch_sampling_mode == "random":
             return None
@@ -295,7 +288,7 @@ class LoadPlan:
         return PlannedStep(at, after, *join(parts), begins, ends, NO_EPISODES if dropped is None else dropped)
 
     def _incomplete(self, epoch: int, window: int, row: int) -> Index | None:
-        """Return the episodes from a row to the end of the epoch if they do not fill a batch, otherwise None."""
+        """Return the episodes from a row to the end of the epoch, or None if they fill a batch."""
         remaining: list[Index] = []
         rows = 0
         for number in range(window, self.num_windows() or 0):
@@ -307,7 +300,7 @@ class LoadPlan:
         return np.concatenate([NO_EPISODES, *remaining])
 
     def cursor_at(self, step: int) -> Cursor:
-        """Return the cursor of batch number `step`."""
+        """Return the cursor of the batch with index `step`."""
         epoch, before = self._epoch_of(step)
         window, row = 0, (step - before) * self.config.batch_size
         while row >= (num_rows := self._num_rows(epoch, window)):
@@ -327,10 +320,10 @@ class LoadPlan:
         return epoch, before
 
     def steps(self, at: Cursor) -> Iterator[PlannedStep]:
-        """Yield all batches after a cursor, indefinitely."""
+        """Yield the batches from a cursor on, indefinitely."""
         size = self.config.batch_size
         while True:
-            # Use a fast path for batches inside a window that are followed by another complete batch.
+            # Fast path: the batch and the next batch are complete and in the same window.
             for row in range(at.row, self._num_rows(at.epoch, at.window) - 2 * size + 1, size):
                 after = Cursor(at.step + 1, at.epoch, at.window, row + size)
                 rows = self._rows(at.epoch, at.window, row, row + size)
@@ -341,7 +334,6 @@ class LoadPlan:
             at = step.after
 
     def one_epoch(self, epoch: int = 0) -> Iterator[PlannedStep]:
-        """Yield the batches of one epoch."""
         for step in self.steps(Cursor(epoch=epoch)):
             yield step
             if step.ends_epoch:
@@ -371,7 +363,6 @@ def pad_rows(rows: Window, count: int) -> Window:
 
 
 def join(parts: list[Window]) -> Window:
-    """Concatenate the rows of several windows."""
     if len(parts) == 1:
         return parts[0]
     before = offsets(np.array([len(part.episodes) for part in parts], dtype=np.int64))
@@ -396,7 +387,6 @@ def _order(sources: Sequence[DataSource], config: LoadConfig, split: str, eligib
 
 
 def datasets_hash(sources: Sequence[DataSource]) -> str:
-    """Return the hash of all datasets that a run reads."""
     if len(sources) == 1 and not sources[0].name:
         return sources[0].sha256
     return hashlib.sha256(json.dumps([[source.name, source.sha256] for source in sources]).encode()).hexdigest()

@@ -22,8 +22,8 @@ POLL_SECONDS = 0.1
 class Prefetcher(Generic[T]):
     """Iterates over `values`, with a thread that reads at most `depth` values ahead.
 
-    If `values` raises an exception, the exception is raised in place of the next value. The thread ends on `close`, or
-    when the prefetcher is garbage-collected.
+    An exception in `values` is raised in place of the next value. The thread ends on `close`, or when the prefetcher is
+    garbage-collected.
     """
 
     def __init__(self, values: Iterator[T], depth: int) -> None:
@@ -77,7 +77,7 @@ def _fill(
 
 
 class BatchStream:
-    """Iterates over the batches of a plan; if building is faster than the caller, a thread builds batches ahead."""
+    """Iterates over the batches of a plan; if the caller is slower than building, a thread builds batches ahead."""
 
     def __init__(self, builder: BatchBuilder, steps: Iterator[PlannedStep], ahead: int) -> None:
         self.plan = builder.plan
@@ -94,7 +94,7 @@ class BatchStream:
 def _prefetched(
     chunks: Iterator[list[ReadyBatch]], ahead: int, threads: list[Prefetcher[list[ReadyBatch]]]
 ) -> Iterator[ReadyBatch]:
-    """Yield the batches of all chunks. If a thread takes over building, the thread is appended to `threads`."""
+    """Yield the batches of all chunks; if a thread starts to build ahead, append it to `threads`."""
     build_time = consume_time = 0.0
     # A thread would only slow down a caller that consumes batches as fast as they are built.
     while not ahead or consume_time <= build_time:

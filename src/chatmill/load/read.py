@@ -1,7 +1,6 @@
 """Read the locations, tokens and spans of many episodes at once.
 
-Episodes are numbered over all sources and shards. Slices of the memory-mapped files are concatenated as bytes, without
-a Python loop over tokens and without an array of token indices.
+Episodes are numbered over all sources and shards. For speed, slices of memory-mapped files are concatenated as bytes.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ LARGE_TABLE, RECORDS_PER_LOOKUP = 1 << 26, 1 << 10
 
 
 class Places(NamedTuple):
-    """The locations of episodes: the shard (numbered over all sources), the number and start within the shard, the
-    length.
+    """The shard of each episode, its index and first token in the shard, and its length; shards are numbered over all
+    sources.
     """
 
     shard: Index
@@ -55,20 +54,20 @@ class EpisodeSpans(NamedTuple):
 
 
 class StoredSpans(NamedTuple):
-    """The location of the spans of several episodes: episode i has the spans tables[which[i]][begin[i]:end[i]]."""
+    """The locations of the spans of several episodes: episode i has the spans tables[which[i]][begin[i]:end[i]]."""
 
     tables: list[Table]
     which: Index
     begin: Index
     end: Index
     borders: Index
-    """The first span of each segment, as an index into its table, for all episodes in order."""
+    """The first span of each segment, as an index into the episode's table."""
     first_border: Index
     """The index of each episode's first entry in `borders`, followed by the number of entries."""
 
 
 class LocatedEpisodes(NamedTuple):
-    """The location of the tokens of several episodes: episode i is arrays[which[i]][start[i]:stop[i]]."""
+    """The locations of the tokens of several episodes: episode i is arrays[which[i]][start[i]:stop[i]]."""
 
     arrays: list[NDArray[Any]]
     which: Index
@@ -98,7 +97,6 @@ class ArraySlices(NamedTuple):
     dtype: np.dtype[Any]
 
     def read(self, first: int = 0, last: int | None = None) -> NDArray[Any]:
-        """Return the slices `first` to `last`, concatenated."""
         arrays, chosen = self.arrays, slice(first, last)
         columns = zip(self.which[chosen], self.start[chosen], self.stop[chosen], strict=True)
         return np.frombuffer(b"".join([arrays[of][a:b] for of, a, b in columns]), dtype=self.dtype)
@@ -126,15 +124,13 @@ class EpisodeReader:
 
     @property
     def shards(self) -> list[tuple[Episodes, int]]:
-        """The `Episodes` object and shard number of every shard."""
+        """Every shard, as an `Episodes` object and the shard's index in it."""
         return self._shards
 
     def shard_of(self, episodes: Index) -> Index:
-        """Return the shard of each episode."""
         return np.searchsorted(self._first, episodes, side="right") - 1
 
     def array(self, shard: int, name: str) -> NDArray[Any]:
-        """Return a memory-mapped file of a shard."""
         part, number = self._shards[shard]
         return part.array(number, name)
 
@@ -154,7 +150,7 @@ class EpisodeReader:
         return Places(shard, number, start.view(np.int64), length.view(np.int64))
 
     def last_tokens(self, episodes: Index, capacity: int) -> StoredEpisodes:
-        """Return the locations of the last tokens of these episodes, at most `capacity` tokens of each."""
+        """Return the locations of these episodes, with at most their last `capacity` tokens."""
         for part in self._parts:
             part.drop_evicted()
         places = self.locate(episodes)
@@ -205,14 +201,11 @@ class EpisodeReader:
         return _without(spans, cut) if cut.any() else spans
 
     def untiled(self, episodes: StoredEpisodes, which: int) -> DataError:
-        """Return the error for an episode whose spans do not cover exactly its tokens."""
-        return self._damaged(int(episodes.shard[which]), SPANS, "spans do not tile the tokens of their rows")
+        """Return the error for an episode whose spans do not cover its tokens exactly."""
+        return self._damaged(int(episodes.shard[which]), SPANS, "spans do not exactly cover the tokens of their rows")
 
     def _stored_spans(self, places: Places) -> StoredSpans:
-        """Return the locations of the spans of these episodes.
-
-        An episode that is stored with only a mask has one span for each run of equal mask values.
-        """
+        """An episode that is stored with a mask but without spans has one span for each run of equal mask values."""
         count = len(places.shard)
         begin, end, which = np.zeros((3, count), dtype=np.int64)
         several: list[tuple[Selection, Index, Index]] = []
@@ -232,7 +225,7 @@ class EpisodeReader:
         return StoredSpans(tables, which, begin, end, *_borders(begin, several))
 
     def _span_ranges(self, shard: int, here: Places) -> tuple[Index, Index, tuple[Index, Index] | None]:
-        """Return the span range of each episode in its shard and, unless each episode is one segment, its segments."""
+        """Return the span range of each episode in its shard and, if episodes have several segments, their segments."""
         origins, most = self.array(shard, ORIGINS), self._records[shard][SPANS]
         if len(origins) == self._records[shard][INDEX] and (own := _own_segments(origins, here.number, most)):
             begin, end = own
@@ -253,7 +246,9 @@ class EpisodeReader:
                 raise self._damaged(shard, ORIGINS, "segments are out of order")
 
     def _spans_of_mask(self, shard: int, here: Places) -> tuple[Table, Index]:
-        """Return the spans of episodes that are stored with only a mask, and the first span of each episode."""
+        """Return the spans of episodes that are stored with a mask but without spans, and the first span of each
+        episode.
+        """
         edges = offsets(here.length)
         mask = np.ones(int(edges[-1]), dtype=np.bool_)
         if MASK in self._records[shard]:
@@ -265,7 +260,7 @@ class EpisodeReader:
         return table, np.searchsorted(start, edges)
 
     def _targets(self, shard: Index, begin: Index, end: Index) -> Index | None:
-        """Return the targets of the spans from `begin` to `end` in these shards; None if no shard has targets."""
+        """Return the targets of the spans `begin` to `end` of each shard, or None if no shard has targets."""
         if not self.has_targets(set(shard.tolist())):
             return None
         first = offsets(end - begin)
@@ -286,7 +281,7 @@ class EpisodeReader:
 
 
 def _by_shard(shard: Index) -> Iterator[tuple[int, Selection]]:
-    """Yield each distinct shard with the indices of its entries, which are a slice if there is only one shard."""
+    """Yield each distinct shard with the indices of its entries, or with a slice if there is only one shard."""
     if not len(shard):
         return
     if bool((shard == shard[0]).all()):
@@ -300,7 +295,7 @@ def _by_shard(shard: Index) -> Iterator[tuple[int, Selection]]:
 
 
 def _own_segments(origins: Table, episodes: Index, most: int) -> tuple[Index, Index] | None:
-    """Return the span range of each episode if every episode i is exactly segment i, else None."""
+    """Return the span range of each episode if every episode i is exactly segment i, otherwise None."""
     around = _records(origins, np.stack([episodes - 1, episodes, episodes + 1]))
     before, row, after = around["row"].astype(np.int64)
     last = row == len(origins) - 1
@@ -313,7 +308,7 @@ def _own_segments(origins: Table, episodes: Index, most: int) -> tuple[Index, In
 def _records(table: Table, numbers: Index) -> Table:
     """Copy whole records of a mapped table, because indexing the unaligned fields of a mapped file is slow.
 
-    The pages of a very large table are released after copying, so that they do not stay in memory.
+    The pages of a large table are released after copying, so that they do not stay in memory.
     """
     records, flat = as_bytes(table), numbers.ravel()
     file = mapped_file(table)
@@ -329,7 +324,7 @@ def _records(table: Table, numbers: Index) -> Table:
 
 
 def _first_spans(origins: Table, segments: Index, end: int) -> Index:
-    """Return the first span of each segment, or `end` for a segment number past the last segment."""
+    """Return the first span of each segment, or `end` for an index past the last segment."""
     if not len(origins):
         return np.full(segments.shape, end, dtype=np.int64)
     return np.where(segments < len(origins), _records(origins, segments)["first_span"].astype(np.int64), end)
@@ -338,8 +333,7 @@ def _first_spans(origins: Table, segments: Index, end: int) -> Index:
 def _borders(begin: Index, several: list[tuple[Selection, Index, Index]]) -> tuple[Index, Index]:
     """Return the first span of each segment, and the first segment of each episode.
 
-    Each episode is one segment, except the episodes in `several`, which lists episodes with their segment counts and
-    first spans.
+    `several` lists the episodes of more than one segment, with their segment counts and first spans.
     """
     if not several:
         return begin, np.arange(len(begin) + 1)
@@ -373,7 +367,7 @@ def _without(spans: EpisodeSpans, cut: Index) -> EpisodeSpans:
 
 
 def _lower_bounds(table: Table, column: str, values: Index) -> Index:
-    """Return, for each value, the first record whose sorted column is at least this value, in O(log n) reads per value.
+    """For each value, return the first record whose sorted column is at least the value, in O(log n) reads.
 
     `np.searchsorted` would first copy the whole column, because columns of a mapped file are strided.
     """

@@ -1,16 +1,16 @@
 """Refuse libraries that would shard a loader's batches a second time, or that cannot read them.
 
-An `EpisodeLoader` returns its rank's part of each batch. `accelerator.prepare` would shard the batches of an iterable
-dataset across the ranks again, with one of two classes, and silently lose rows:
+An `EpisodeLoader` returns its rank's part of each batch. `accelerator.prepare` would shard the batches again, with one
+of two classes, and silently lose rows:
 
     IterableDatasetShard   every rank reads its own loader and keeps every n-th batch
     DataLoaderDispatcher   rank 0 reads its loader and sends every n-th batch to each rank
 
-Both of Accelerate's classes call the dataset's `set_epoch` on every rank, in the training process, before they read
-batches. If a dataset wraps a loader and hides `set_epoch`, Accelerate is found on the call stack of the first batch,
-unless the `DataLoader` of a dispatcher has workers.
+Both classes call the dataset's `set_epoch` on every rank, in the training process, before they read batches. If a
+wrapper hides `set_epoch`, Accelerate is found on the call stack of the first batch. This misses only a
+`DataLoaderDispatcher` with workers.
 
-transformers' Trainer, which collates individual rows, calls `len` on the dataset before it reads rows. Accelerate and
+transformers' Trainer collates individual rows. It calls `len` on the dataset before it reads rows. Accelerate and
 transformers are recognized by their module names and are never imported.
 """
 

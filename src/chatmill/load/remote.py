@@ -1,7 +1,7 @@
 """Prefetch datasets at URLs: download the objects that the next batches need, in order of first use.
 
-A shuffled epoch needs nearly all shards within a few batches. Files are downloaded in the order in which batches need
-them: first every index, which packing reads, then the other files of each shard.
+A shuffled epoch needs nearly all shards within a few batches. The index files of all shards are downloaded first,
+because packing reads them, then the other files of each shard.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TARGETS, TOKENS
 from chatmill.store.remote_files import RemoteFiles
 
 FILES = (TOKENS, ORIGINS, SPANS, TARGETS)
-"""Files that are needed to build batches, in addition to the index; the mask is read only if a shard has no spans."""
+"""Files other than the index that batches need; the mask is read only if a shard has no spans."""
 MOST_POSITIONS = 1 << 22
-"""Maximum number of positions that are looked up; shards that these positions do not need are downloaded last."""
+"""Maximum number of positions that are looked up; shards needed only after them are downloaded last."""
 
 
 def is_remote(plan: LoadPlan) -> bool:
@@ -30,8 +30,7 @@ def is_remote(plan: LoadPlan) -> bool:
 def start_prefetch(plan: LoadPlan, at: Cursor, steps: int | None) -> tuple[Prefetch, str | None] | None:
     """Start downloading the data that the next `steps` batches need; None means an epoch.
 
-    Returns the running download, with a warning if the data does not fit in the cache; returns None if all data is
-    local.
+    Return the running download, and a warning if the data does not fit in the cache. Return None if all data is local.
     """
     if not is_remote(plan):
         return None
@@ -43,7 +42,7 @@ def start_prefetch(plan: LoadPlan, at: Cursor, steps: int | None) -> tuple[Prefe
 
 
 def needed_objects(plan: LoadPlan, at: Cursor, steps: int | None) -> list[RemoteObject]:
-    """Return the objects that `steps` batches after a cursor need (None means an epoch), in order of first use."""
+    """Return the objects that the next `steps` batches need, in order of download."""
     shards = shards_in_order(plan, at, steps)
     files = (each for names in ((INDEX,), FILES) for shard in shards for each in _objects(plan, shard, names))
     # Files with equal content are stored as one object.
@@ -51,7 +50,7 @@ def needed_objects(plan: LoadPlan, at: Cursor, steps: int | None) -> list[Remote
 
 
 def shards_in_order(plan: LoadPlan, at: Cursor, steps: int | None) -> list[int]:
-    """Return the shards that `steps` batches after a cursor need, in order of first use."""
+    """Return the shards that the next `steps` batches need, in order of first use."""
     shards: dict[int, None] = {}
     count, looked_up = _num_positions(plan, steps), 0
     for episodes in plan.episodes_from(at):
@@ -94,6 +93,6 @@ def _warning(plan: LoadPlan, needed: int) -> str:
     where = ", ".join(dict.fromkeys(str(source.path) for source in plan.sources))
     unit, name = (10**9, "GB") if needed >= 10**9 else (10**6, "MB") if needed >= 10**6 else (1, "")
     return (
-        f"the cache size is {cache_size():,} bytes, but {needed:,} bytes of {where} are needed, "
+        f"the cache size is {cache_size():,} bytes, but the next batches need {needed:,} bytes of {where}, "
         f"so files will be downloaded repeatedly; set {SIZE} or cache_size to {-(-needed // unit)}{name} or more"
     )

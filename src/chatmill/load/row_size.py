@@ -1,4 +1,4 @@
-"""The average number of tokens per row of a source, used to mix by tokens and in the notes that a run prints."""
+"""The average number of tokens per row of a source, used to mix by tokens."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from chatmill.store.primer_cache import PrimerCache
 
 
 def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
-    """Return the average number of tokens, or of trained tokens (`mix_by`), of an eligible episode in a batch.
+    """Return the average number of tokens, or of trained tokens, per eligible episode in a batch, depending on
+    `mix_by`.
 
-    Totals are read from the metadata. The index is scanned only if episodes are skipped or truncated, or to read the
-    mask of the first token of each row, which is never trained because no token predicts it.
+    Totals are read from the metadata. The index is scanned if episodes are skipped or truncated, or to read the mask of
+    each row's first token, which has no loss because no token predicts it.
     """
     episodes = source.episodes(split)
     by_mask = config.mix_by == "trained_tokens" and config.use_loss_mask
@@ -39,8 +40,7 @@ def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
 
 
 def episode_tokens(source: DataSource, split: str) -> int:
-    """Count the tokens in the episodes of a split; in datasets from other programs, episodes may overlap or have gaps
-    between them.
+    """Count the tokens in the episodes of a split. In datasets from other programs, episodes may overlap or leave gaps.
     """
     episodes = source.episodes(split)
     return int(episodes.lengths.sum()) if source.is_foreign else episodes.num_tokens
@@ -63,7 +63,7 @@ def marked_tokens(source: DataSource, split: str) -> int:
 def _kept(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
     """Count the tokens that appear in batches, in a shard that another program wrote.
 
-    With `by_mask`, only trained tokens are counted, without the first token of each row.
+    With `by_mask`, count only trained tokens, without the first token of each row.
     """
     episodes = source.episodes(split)
     start, length = _ranges(episodes, shard)
@@ -75,7 +75,6 @@ def _kept(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_
 
 
 def _ranges(episodes: Episodes, shard: int) -> tuple[Index, Index]:
-    """Return the start and length of every episode of a shard."""
     with reading():
         index = episodes.array(shard, INDEX)
         start, length = (index[name].astype(np.int64) for name in ("start", "length"))
@@ -93,10 +92,9 @@ def _marked(episodes: Episodes, shard: int, start: Index, stop: Index) -> int:
 
 
 def _lost(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
-    """Count the tokens in a shard that do not appear in batches: skipped episodes and truncated starts of episodes.
+    """Count the tokens of a shard that are not in batches: skipped episodes and truncated starts of episodes.
 
-    With `by_mask`, only tokens that the mask selects are counted; the first token of each row is also counted, because
-    it is never trained.
+    With `by_mask`, count only tokens that the mask selects, including the first token of each row, which has no loss.
     """
     episodes = source.episodes(split)
     lost = 0

@@ -28,7 +28,7 @@ from chatmill.store.read import Dataset, in_dataset_folder, is_dataset, open_dat
 BUILDERS = ("primer", "oasst1", "dolly15k")
 """Names of sources that have their own build command."""
 STORED_MIX = ("mix_sft", "mix_epochs")
-"""Keys of a dataset's config that contain the mix of its recipe."""
+"""Keys of a dataset's config that may contain the mix of its recipe."""
 SCAN = 1 << 20
 """Number of index entries that are scanned at a time."""
 SAMPLE = 1 << 16
@@ -58,7 +58,7 @@ class DataSource:
 
     @cached_property
     def sha256(self) -> str:
-        """The hash of the dataset or, if another program wrote it, a fingerprint of file sizes and samples."""
+        """The hash of the dataset or, if another program wrote it, a hash of file sizes and samples."""
         return self.dataset.sha256 or _fingerprint(self.dataset)
 
     @property
@@ -98,9 +98,7 @@ class DataSource:
         return all(MASK in shard.records for name in self.dataset.splits for shard in self.dataset[name].shards)
 
     def short(self, split: str, least: int) -> Index:
-        """Return the episodes with fewer than `least` tokens, in ascending order; shards without such episodes are not
-        read.
-        """
+        """Return the episodes with fewer than `least` tokens, in ascending order."""
         episodes, metadata = self.dataset[split], self.dataset.metadata
         numbers = [np.empty(0, dtype=np.int64)]
         first = 0
@@ -116,7 +114,7 @@ class DataSource:
         return np.concatenate(numbers)
 
     def weights(self, split: str) -> NDArray[np.float32]:
-        """Return the distinct span weights of a split in ascending order; empty if the split has only a mask."""
+        """Return the distinct span weights of a split in ascending order; empty if the split has no spans."""
         episodes = self.dataset[split]
         weights = [np.empty(0, dtype=np.float32)]
         for number, shard in enumerate(episodes.shards):
@@ -138,9 +136,8 @@ class EpisodeSegment(NamedTuple):
 
     source: DataSource
     episode: int
-    """The number of the episode in its source."""
+    """The index of the episode in its source."""
     row: Rows
-    """The segment as a separate row."""
 
     @property
     def place(self) -> str | None:
@@ -151,9 +148,9 @@ class EpisodeSegment(NamedTuple):
 
 
 def conversation(sources: Sequence[DataSource], split: str, episode: int, segment: int) -> EpisodeSegment | None:
-    """Return a segment of an episode, counted from the end (-1 is the last), or None if the episode does not exist.
+    """Return a segment of an episode, or None if the episode does not exist; segment -1 is the last.
 
-    Episodes are numbered over all sources. If an episode occurs twice in succession, segments are counted over both
+    Episodes are numbered over all sources. If an episode occurs twice in succession, `segment` counts over both
     occurrences.
     """
     for source in sources:
@@ -171,17 +168,17 @@ def conversation(sources: Sequence[DataSource], split: str, episode: int, segmen
 def open_sources(
     dataset_dir: str | Place, config: LoadConfig, *, stored_mix: bool = True
 ) -> tuple[tuple[DataSource, ...], LoadConfig]:
-    """Open the sources of a run, and complete its config with their mix and padding token.
+    """Open the sources of a run, and add their mix and padding token to its config.
 
     `dataset_dir` is a dataset, the cache of one source, or a folder that contains the sources of `mix_sft` or
-    `mix_epochs`. In a dataset of several sources, `mix_sft` and `mix_epochs` select some of the sources. Without
-    `mix_sft` and `mix_epochs`, the dataset is mixed as its recipe specifies, or read as one source if it has no mix or
-    `stored_mix` is false. Sources are sorted by name.
+    `mix_epochs`. In a dataset of several sources, these settings select some of the sources. Without them, the dataset
+    is mixed as its recipe specifies. It is read as one source if the recipe has no mix or `stored_mix` is false.
+    Sources are sorted by name.
     """
     folder = place(dataset_dir)
     if isinstance(folder, Url):
         sources, config = _remote_sources(folder, config, stored_mix)
-    # Also open a folder that has metadata but no episodes, because opening it raises an error that describes the fault.
+    # Also open a folder that has metadata but no episodes; this raises an error that describes the fault.
     elif is_dataset(folder) or (folder.is_dir() and in_dataset_folder(folder, stored_metadata) is not None):
         sources, config = _of_dataset(open_dataset(folder, token_dtype=config.token_dtype), config, stored_mix)
     elif is_cache(folder):
@@ -197,7 +194,7 @@ def open_sources(
 
 
 def _remote_sources(url: Url, config: LoadConfig, stored_mix: bool) -> tuple[tuple[DataSource, ...], LoadConfig]:
-    """Open the dataset at a URL or, if the config has a mix and the URL has no dataset, the datasets below the URL."""
+    """Open the dataset at a URL or, if there is none and the config has a mix, the datasets below the URL."""
     if config.mix is None or is_dataset(url):
         return _of_dataset(open_dataset(url, token_dtype=config.token_dtype), config, stored_mix)
     config = _sorted_mix(config)
@@ -209,7 +206,6 @@ def _remote_sources(url: Url, config: LoadConfig, stored_mix: bool) -> tuple[tup
 
 
 def _sorted_mix(config: LoadConfig) -> LoadConfig:
-    """Return the config with the sources of its mix sorted by name."""
     changes: dict[str, Any] = {config.mix_key: dict(sorted((config.mix or {}).items()))}
     return replace(config, **changes)
 
@@ -250,7 +246,7 @@ def _part(dataset: Dataset, name: str) -> DataSource:
 
 
 def val_only_sources(sources: Sequence[DataSource]) -> tuple[DataSource, ...]:
-    """Return the dataset's unused sources that have only validation rows; none if each source is a separate dataset."""
+    """Return unused sources of a dataset that have only validation rows; empty if each source is a separate dataset."""
     whole = sources[0].dataset.whole
     if whole is None:
         return ()
@@ -306,13 +302,19 @@ def _faults(sources: tuple[DataSource, ...], config: LoadConfig) -> Iterator[str
         if config.pad_token_id is not None and config.pad_token_id >= limit:
             yield f"pad_token_id is {config.pad_token_id}; expected an id below {limit}, as in {source.path}"
         elif config.pad_token_id is None and source.eot is not None and source.eot >= limit:
-            yield f"{source.path}: end-of-turn token {source.eot} is not below its id limit {limit}; set pad_token_id"
+            yield (
+                f"{source.path}: the id of its end-of-turn token is {source.eot}, but its ids must be below {limit}; "
+                "set pad_token_id"
+            )
     first = sources[0]
     for other in sources[1:]:
         if other.tokenizer_sha256 != first.tokenizer_sha256 or other.vocab_size != first.vocab_size:
             yield f"{other.path}: was built with a different tokenizer than {first.path}; use one tokenizer for both"
         elif config.pad_token_id is None and other.eot != first.eot:
-            yield f"{other.path}: ends turns with {other.eot}, but {first.path} with {first.eot}; set pad_token_id"
+            yield (
+                f"{other.path}: its end-of-turn token is {other.eot}, but that of {first.path} is {first.eot}; "
+                "set pad_token_id"
+            )
 
 
 def _fingerprint(dataset: Dataset) -> str:

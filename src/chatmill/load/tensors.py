@@ -1,4 +1,4 @@
-"""Convert batches to torch tensors in pageable or pinned memory, or copy them to a device ahead of use."""
+"""Convert batches to torch tensors, optionally in pinned memory or on a device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from chatmill.load.batch import Batch, split_batches
 class Tensors:
     """Converts arrays to tensors. For a GPU, tensors are pinned and copied on a separate stream.
 
-    Each batch has a function that the loader calls when it returns the batch. The function makes the current
-    stream wait for the copy, and prevents the memory from being reused before the current stream has finished using it.
+    The second return value is None, or a function that the loader calls when it returns a batch. The function makes the
+    current stream wait for the copy, and keeps the memory from being reused before that stream has finished with it.
     """
 
     def __init__(self, device: Any = None, *, pin_memory: bool = False) -> None:
@@ -48,5 +48,5 @@ class Tensors:
         return split_batches(moved, widths), on_return
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle, without the stream, which belongs to this process."""
+        """Omit the stream, which belongs to this process."""
         return {**vars(self), "_stream": None}

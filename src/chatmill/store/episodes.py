@@ -133,7 +133,7 @@ class Episodes:
         raw = np.frombuffer(b"".join(stored), dtype=np.uint8).reshape(-1, STORED_SPAN.itemsize)
         spans = _copied(raw.reshape(-1).view(STORED_SPAN), SPAN)
         if int(spans["length"].sum(dtype=np.int64)) != len(ids):
-            raise self.damaged(shards[0], SPANS, "spans do not tile the tokens of their rows")
+            raise self.damaged(shards[0], SPANS, "spans do not exactly cover the tokens of their rows")
         if (raw[:, -3:] + NONE_TO_ZERO > LARGEST).any():
             name, wrong = next(
                 (name, wrong) for name in layout.UNKNOWN if (wrong := layout.UNKNOWN[name][spans[name]]).any()

@@ -85,7 +85,7 @@ def config_changes(checkpoint: Checkpoint, config: Mapping[str, Any], names: Ite
     """
     old, new = {**LATER_KEYS, **checkpoint.state.get("config", {})}, json.loads(json.dumps(config))
     return [
-        f"{name} was {one_line(json.dumps(old.get(name)))}, now it is {one_line(json.dumps(new[name]))}"
+        f"{name} was {one_line(json.dumps(old.get(name)))}, but is now {one_line(json.dumps(new[name]))}"
         for name in names
         if new[name] != old.get(name, new[name])
     ]
