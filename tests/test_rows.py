@@ -178,8 +178,8 @@ def with_span(**changes: float) -> Rows:
 @pytest.mark.parametrize(
     ("rows", "fault"),
     [
-        (replace(GOOD, ids=GOOD.ids[:-1]), "spans cover 3 tokens of 2"),
-        (with_span(length=1), "spans cover 2 tokens of 3"),
+        (replace(GOOD, ids=GOOD.ids[:-1]), "spans cover 3 tokens, but there are 2 ids"),
+        (with_span(length=1), "spans cover 2 tokens, but there are 3 ids"),
         (replace(with_span(length=0), ids=GOOD.ids[:1]), "a span is empty"),
         (with_span(weight=-1.0), "negative or not finite"),
         (with_span(weight=np.nan), "negative or not finite"),

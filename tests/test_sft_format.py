@@ -192,7 +192,7 @@ def test_other_bad_input_is_a_value_error():
         serialize(chat(("user", "hi"), ("system", "ok")))
     with pytest.raises(ValueError, match="no message has role assistant"):
         render_chat_sft(TOKENIZER, chat(("user", "hi"))["messages"])
-    with pytest.raises(ValueError, match="2 ids with a mask of 1"):
+    with pytest.raises(ValueError, match="ids has 2 entries, but mask has 1"):
         pack([1, 2], [True], 4)
     with pytest.raises(ValueError, match="S is 0"):
         pack([1], [True], 0)

@@ -19,13 +19,11 @@ from importlib import import_module
 from typing import Any
 
 _IMPORT = re.compile(r"^    from ([\w.]+) import \(?\s*(\w+) as (\w+)", re.MULTILINE)
-"""Matches an import of one name, as formatted by ruff. A regular expression is used because importing a parser is
-slower."""
+"""Matches an import of one name, as formatted by ruff. Importing a parser would be slower."""
 
 
 def lazy_exports(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__all__`, `__getattr__` and `__dir__` for a package, based on the imports under its `if
-    _TYPE_CHECKING:`."""
+    """Return `__all__`, `__getattr__` and `__dir__` for a package, from the imports under its `if _TYPE_CHECKING:`."""
     spec = sys.modules[package].__spec__
     source = getattr(spec.loader, "get_source", lambda name: "")(package) if spec else ""
     _, _, exports = (source or "").partition("\nif _TYPE_CHECKING:\n")

@@ -4,8 +4,8 @@
     class LoadConfig(Config):
         batch_size: int = key(8, "rows per optimizer step", integer(1))
 
-Config files (TOML, or JSON with inheritance), environment variables, command-line flags and help texts all use these
-declarations. Configs are plain dataclasses, because training images have numpy, torch and safetensors but not msgspec.
+Config files, environment variables, command-line flags and help texts all use these declarations. Configs are plain
+dataclasses, because training images often do not have msgspec.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ValueCheck:
-    """The values that a key accepts, as a predicate and a phrase for error messages."""
+    """The values that a key accepts: a predicate, and a phrase for error messages."""
 
     expected: str
     accepts: Callable[[Any], bool]
@@ -91,7 +91,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_of(hint: Any) -> ValueCheck:
-    """Return the check implied by a type hint: a basic type, a Literal or a list of strings, with or without None."""
+    """Return the check for a type hint: a basic type, a Literal or a list of strings, optionally with None."""
     if get_origin(hint) in (Union, types.UnionType):
         [present] = [option for option in get_args(hint) if option is not type(None)]
         return optional(_check_of(present))
@@ -109,8 +109,6 @@ def _check_of(hint: Any) -> ValueCheck:
 
 
 class Key(NamedTuple):
-    """A declared key of a config."""
-
     name: str
     type: Any
     default: Any
@@ -185,7 +183,7 @@ def misfits(keys: Mapping[str, Key], values: Mapping[str, Any]) -> list[Misfit]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base class of configs, whose fields are declared with `key`. One `UsageError` reports all invalid values."""
+    """Base class of configs, whose fields are declared with `key`. One `UsageError` lists all invalid values."""
 
     def __post_init__(self) -> None:
         if faults := [str(each) for each in misfits(keys_of(type(self)), vars(self))] or list(self.conflicts()):
@@ -201,7 +199,7 @@ class Config:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, place: str = "the config") -> Self:
-        """Build a config from the given values, with defaults for all other keys; one error reports all problems."""
+        """Build a config from the given values, with defaults for all other keys. One error lists all problems."""
         keys = keys_of(cls)
         unknown = [f'unknown key "{one_line(str(name))}"' for name in values if name not in keys]
         hint = f" (known: {', '.join(sorted(keys))})" if unknown else ""
@@ -214,12 +212,12 @@ class Config:
 
     @classmethod
     def from_file(cls, path: str | Path, **changes: Any) -> Self:
-        """Read a JSON file and the files it inherits from; `changes` override the values in the files."""
+        """Read a JSON file and the files that it inherits from; `changes` override their values."""
         return cls.from_mapping({**read_values(Path(path)), **changes}, place=str(path))
 
     @classmethod
     def of_run(cls, path: str | Path, **changes: Any) -> Self:
-        """Like `from_file`, but for the config file of a run; keys that this config does not declare are ignored."""
+        """Like `from_file`, but ignore keys that this config does not declare."""
         values = {name: value for name, value in read_values(Path(path)).items() if name in keys_of(cls)}
         return cls.from_mapping({**values, **changes}, place=str(path))
 
@@ -232,7 +230,7 @@ def _shown(value: Any) -> str:
 
 
 def from_environment(config: type[Config], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of keys that environment variables set; booleans are given as 0 or 1."""
+    """Return the values of keys that environment variables set; a boolean is 0 or 1."""
     values: dict[str, Any] = {}
     faults = []
     for key in keys_of(config).values():
@@ -250,7 +248,7 @@ def from_environment(config: type[Config], environment: Mapping[str, str]) -> di
 
 
 def from_flags(config: type[Config], flags: Mapping[str, str]) -> dict[str, Any]:
-    """Parse the value of each flag as JSON; a value remains text if it is not JSON, or if its key accepts only text."""
+    """Parse the value of each flag as JSON, or as text if it is not JSON or its key accepts only text."""
     keys = keys_of(config)
     values = {name: _flag_value(text, keys[name].check) for name, text in flags.items()}
     if faults := misfits(keys, values):
@@ -275,11 +273,11 @@ def _flag_value(text: str, check: ValueCheck) -> Any:
 
 
 def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillError] = DataError) -> dict[str, Any]:
-    """Read a TOML file. Error messages refer to the file as `name`; `what` is advice for a file that cannot be read."""
+    """Read a TOML file. Error messages contain `name`, and `what` as advice if the file cannot be read."""
     name = name or str(path)
     try:
         table = tomllib.loads(local_path(path).read_text("utf-8"))
-        # Reject integers that are too long and tables that are nested too deeply to print in a later error message.
+        # Reject values that a later error message could not print: very long integers and deeply nested tables.
         repr(table)
         return table
     except OSError as reason:
@@ -289,12 +287,12 @@ def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillErro
 
 
 def read_values(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read the keys of a JSON file and of the files it inherits from; the file's own keys override inherited ones.
-    Raise `UsageError` if a file inherits from itself.
+    """Read the keys of a JSON file and of the files that it inherits from; its own keys override inherited keys.
 
-    `heirs` are the files that inherit from this file, in the order in which they were read.
+    `heirs` are the files that inherit from this file, outermost first. Raise `UsageError` if a file inherits from
+    itself.
     """
-    # Read the file before resolving the path, so that the error for a symbolic link to itself names the link.
+    # Read the file before resolving its path, so that the error for a circular symbolic link names the link.
     table = _read_json(path)
     if path.resolve() in [heir.resolve() for heir in heirs]:
         circle = " -> ".join(map(str, [*heirs, path]))
@@ -326,7 +324,7 @@ def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parent_path(parent: Any, child: Path) -> Path:
-    """Locate an inherited file, first in the working directory and then in the folder of the file that names it."""
+    """Locate an inherited file in the current folder, then in the folder of `child`."""
     if not isinstance(parent, str) or not parent:
         raise UsageError(f'{child}: "{INHERITS}" is {_shown(parent)}; expected the name of a file')
     places = [local_path(parent), child.parent / parent]

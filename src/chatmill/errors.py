@@ -1,4 +1,4 @@
-"""Errors that state where the problem is, what is wrong, and what is expected.
+"""Errors, which state where the problem is, what is wrong, and what is expected.
 
 Every error that a user can cause is a `ChatmillError` with a one-line message. The command line prints the message and
 exits with `exit_code`; a traceback is always a bug in chatmill.
@@ -15,7 +15,8 @@ _NOT_ASCII_PRINTABLE = re.compile(r"[^ -~]+")
 
 
 class ChatmillError(Exception):
-    """An error that the user can fix; its one-line message states where it is, what is wrong, and what is expected.
+    """An error that the user can fix. Its one-line message states where the problem is, what is wrong, and what is
+    expected.
 
     >>> try:
     ...     open_dataset("nowhere")
@@ -27,7 +28,7 @@ class ChatmillError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        # Messages contain names of files, keys and records, which may contain any characters.
+        # Messages contain names from the data, which may contain any characters.
         return one_line(super().__str__(), None)
 
 
@@ -44,7 +45,7 @@ class DataError(ChatmillError, ValueError):
 class RecordError(DataError):
     """An invalid record: `file:line (id=…): what; what would be right`.
 
-    `what` is the reason written with rejected records; `kind` is the short name under which they are counted.
+    Rejected records are written with the reason `what`, and counted by `kind`.
     """
 
     def __init__(self, what: str, right: str, *, kind: str) -> None:
@@ -59,7 +60,7 @@ class RecordError(DataError):
         """The beginning of the record, as in the file."""
 
     def at(self, file: str, line: int, id: str | None = None) -> RecordError:
-        """Add the file and line, which are known to the reader but not to the parser."""
+        """Add the file and line, which only the reader knows."""
         self.file, self.line, self.id = file, line, id
         return self
 
@@ -82,8 +83,8 @@ def _record_error(what: str, right: str, kind: str, state: dict[str, object]) ->
 def one_line(text: str, limit: int | None = 80, *, keep: str = "") -> str:
     r"""Make text from data safe to print: escape unprintable characters and truncate after `limit` characters.
 
-    Escapes line breaks, control characters, escape sequences, direction marks, other invisible characters, and file
-    name bytes that are not UTF-8. Characters in `keep`, such as line ends, are not escaped.
+    Line breaks, control characters, direction marks and other invisible characters are escaped, and so are bytes of
+    file names that are not UTF-8. Characters in `keep`, such as line ends, are not escaped.
 
     >>> print(one_line("a\x1b[2J\nb\u202e"))
     a\x1b[2J\nb\u202e
@@ -102,8 +103,8 @@ def _escaped(run: str, keep: str) -> str:
 def name_file(error: OSError) -> OSError:
     """Add the file name to an `OSError` that has none.
 
-    Python omits the name when an open file is read, mapped or closed. In this case, the name is taken from the local
-    variables in the traceback: the first `Path` in the innermost frame that has one.
+    Python omits the name when an open file is read, mapped or closed. The name is then taken from a `Path` in the local
+    variables of the traceback, innermost frame first.
     """
     if error.filename is None and error.errno is not None:
         frames = [frame.f_locals.values() for frame, _ in walk_tb(error.__traceback__)]

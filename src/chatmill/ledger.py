@@ -4,8 +4,8 @@
     tokens:   rendered + repeated + injected + padding = stored + truncated + dropped
     rows:     rendered + repeated = stored + dropped        (a row here is a conversation, packed or not)
 
-Functions that render, truncate, drop or store rows add to the ledger, which is merged across processes and written next
-to the data.
+Functions that render, truncate, drop or store rows add to the ledger. It is merged across processes and written next to
+the data.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ MAX_REASONS = 1000
 """Maximum number of reasons per bucket; further reasons count as `OTHER`."""
 OTHER = "other"
 MAX_NAMES = 200
-"""Maximum number of reasons that differ only in a name taken from the data, such as `unread_key NAME`. Further names
-are counted together, so that they do not displace other reasons.
+"""Maximum number of reasons that differ only in a name from the data, such as `unread_key NAME`. Further names are
+counted together, so that other reasons still have room.
 """
 OTHER_NAMES = "(other keys)"
 UNREAD_KEY = "unread_key "
 """Prefix of the reason for a record key that is not read; the name of the key follows."""
-# "noted" counts rows that were kept but deserve attention, such as a truncated answer; it is not part of the balance.
+# "noted" counts rows that were kept but deserve attention, such as those with a truncated answer. It is in no balance.
 BALANCES: tuple[tuple[str, str, tuple[Bucket, ...], tuple[Bucket, ...]], ...] = (
     ("records", "rows", ("read",), ("rejected", "filtered", "rendered")),
     ("rows", "rows", ("rendered", "repeated"), ("stored", "dropped")),
     ("tokens", "tokens", ("rendered", "repeated", "injected", "padding"), ("stored", "truncated", "dropped")),
 )
-"""For each balance: its name, the column that counts it, and the buckets whose sums must be equal."""
+"""For each balance: its name, its column, and the two groups of buckets whose sums must be equal."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Ledger:
     entries: dict[tuple[Bucket, str], LedgerEntry] = field(default_factory=dict)
 
     def add(self, bucket: Bucket, reason: str = "", *, rows: int = 0, tokens: int = 0, trained: int = 0) -> None:
-        """Count rows and tokens in a bucket; `trained` is the number of tokens with a weight over 0."""
+        """Count rows and tokens in a bucket; `trained` is the number of tokens with a weight above 0."""
         if min(rows, tokens, trained) < 0 or trained > tokens:
             raise ValueError(f"{bucket}: rows {rows}, tokens {tokens}, trained {trained} are not valid counts")
         if (bucket, reason) not in self.entries:
@@ -101,7 +101,7 @@ class Ledger:
             left, right = getattr(self.total(*sources), column), getattr(self.total(*uses), column)
             if left != right:
                 raise ChatmillError(
-                    f"the ledger does not balance: {' + '.join(sources)} is {left} {what}, "
+                    f"the ledger does not balance: {' + '.join(sources)} is {left} {what}, but "
                     f"{' + '.join(uses)} is {right}; this is a bug in chatmill, please report it"
                 )
 

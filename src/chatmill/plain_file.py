@@ -1,7 +1,6 @@
 """Check local paths and read untrusted files safely: only regular files of a bounded size, without blocking.
 
-Opening a FIFO waits for a writer, and reading a device may never end. The functions in this module immediately raise an
-`OSError` for FIFOs and devices.
+Opening a FIFO waits for a writer, and reading a device may never end. The functions here raise an `OSError` instead.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _URL = re.compile("([a-z][a-z0-9+.-]+):/+", re.IGNORECASE)
 
 
 def local_path(name: str | Path) -> Path:
-    """Return the local path that a user gave; raise `UsageError` for a URL, which would create a local folder `s3:`.
+    """Return a local path; raise `UsageError` for a URL, which would create a local folder `s3:`.
 
     A local folder named `s3:` must be given as an absolute path.
     """
@@ -53,7 +52,7 @@ def check_plain(path: Path) -> int:
 def open_plain(path: Path) -> io.BufferedReader:
     """Open a regular file for reading."""
     check_plain(path)
-    # These flags prevent blocking if the file has been replaced by a FIFO or a terminal since the check.
+    # These flags prevent blocking if a FIFO or a terminal has replaced the file since the check.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _check(os.fstat(fd).st_mode, path)
@@ -74,5 +73,5 @@ def read_plain(path: Path, limit: int = JSON_LIMIT) -> bytes:
 
 def _check(mode: int, path: Path) -> None:
     if not stat.S_ISREG(mode):
-        kind = KINDS.get(stat.S_IFMT(mode), "no file")
+        kind = KINDS.get(stat.S_IFMT(mode), "a special file")
         raise OSError(errno.EINVAL, f"it is {kind}, not a plain file", str(path))

@@ -46,11 +46,11 @@ KEYS: Mapping[str, ValueCheck] = {
     **{f"data.{source}.path": named("file") for source in SOURCES},
     **{f"data.{source}.val_frac": BELOW_ONE for source in SOURCES},
 }
-"""Keys of the file by dotted name, with the values that each accepts."""
+"""The keys of the file by dotted name, with a check for each."""
 
 
 def read_settings() -> tuple[dict[str, Any], list[str]]:
-    """Return the file's settings by dotted name and a list of its errors; both are empty if the file is missing."""
+    """Return the settings by dotted name, and a list of errors; both are empty if the file is missing."""
     if not FILE.exists():
         return {}, []
     settings, unknown, faults = {}, [], []
@@ -59,7 +59,7 @@ def read_settings() -> tuple[dict[str, Any], list[str]]:
         if name not in KEYS:
             unknown.append(f'unknown key "{one_line(name)}"')
         elif not KEYS[name].accepts(value):
-            faults.append(f"{name} is {one_line(repr(value))}, expected {KEYS[name].expected}")
+            faults.append(f"{name} is {one_line(repr(value))}; expected {KEYS[name].expected}")
         else:
             settings[name] = value
     if MIXED in settings:
@@ -73,7 +73,7 @@ def read_settings() -> tuple[dict[str, Any], list[str]]:
 
 
 def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every value with the names that lead to it; an empty table is also a value, so that its name is checked."""
+    """Yield every value with its path. An empty table is also a value, so that its name is checked."""
     pending: list[tuple[tuple[str, ...], Any]] = [((), table)]
     while pending:
         path, value = pending.pop()
@@ -84,5 +84,5 @@ def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _dotted(path: tuple[str, ...]) -> str:
-    """Format a key as in TOML: a name with special characters is quoted, so that a dot in it is not a separator."""
+    """Format a key as in TOML, which quotes names with special characters, such as a dot."""
     return ".".join(name if BARE.match(name) else f"'{name}'" for name in path)

@@ -5,8 +5,9 @@
     pair  = pack_sft_ids_and_mask(ids, mask, S=T + 1, pad_id=eot, **special)
     x, y, loss_mask = collate_sft_batch([pair, …], T=T, device="cpu")
 
-The tokenizer can be a chatmill tokenizer, a `tokenizers.Tokenizer` or a transformers tokenizer that has the four
-control tokens, or any object with `encode(text)` and `special_token_ids()` with the keys sys, usr, asst and eot.
+The tokenizer can be a chatmill tokenizer, or a `tokenizers.Tokenizer` or transformers tokenizer that has the four
+control tokens. It can also be any object with `encode(text)` and `special_token_ids()`, with the keys sys, usr, asst
+and eot.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class ChatExample(TypedDict):
 
 
 def serialize_chat_to_ids(ex: ChatExample, *, tokenizer: TextTokenizer | Any, default_system_text: str) -> list[int]:
-    """Encode a whole chat as token ids. A chat without a system message starts with the default system text.
+    """Encode a chat as token ids. A chat without a system message starts with the default system text.
 
     A `tokenizers` or transformers tokenizer must have the control tokens of `ngpt` (preferred) or `primer`.
 
@@ -95,9 +96,9 @@ def sft_loss_mask_for_ids(ids: list[int], *, sys_id: int, usr_id: int, asst_id: 
 def pack_sft_ids_and_mask(
     ids: list[int], mask: list[bool], *, S: int, sys_id: int, usr_id: int, asst_id: int, eot_id: int, pad_id: int
 ) -> tuple[list[int], list[bool]]:
-    """Fit ids and mask to exactly S tokens: drop the oldest exchanges, then tokens from the left, or add padding.
+    """Fit ids and mask to exactly S tokens. Drop the oldest exchanges, then tokens from the left; or pad on the right.
 
-    The mask is truncated as given and never recomputed, so the rest of a truncated answer is still trained.
+    The mask is truncated but not recomputed, so it still includes the rest of a truncated answer.
 
     >>> ids, mask = [257, 113, 259, 258, 97, 259], [False, False, False, False, True, True]
     >>> special = {"sys_id": 256, "usr_id": 257, "asst_id": 258, "eot_id": 259}
@@ -105,7 +106,7 @@ def pack_sft_ids_and_mask(
     [257, 113, 259, 258, 97, 259, 0, 0]
     """
     if len(ids) != len(mask):
-        raise DataError(f"{len(ids)} ids with a mask of {len(mask)}; expected equal lengths")
+        raise DataError(f"ids has {len(ids)} entries, but mask has {len(mask)}; expected equal lengths")
     if S < 1:
         raise DataError(f"S is {S}; expected at least 1")
     openers = {Role.SYSTEM: sys_id, Role.USER: usr_id, Role.ASSISTANT: asst_id}
@@ -144,7 +145,7 @@ def collate_sft_batch(
 def render_chat_sft(
     tokenizer: TextTokenizer | Any, messages: list[dict[str, Any]], *, add_final_eot: bool = True
 ) -> tuple[list[int], list[int]]:
-    """Return the ids and labels of a chat; labels are -100 except on assistant content and its end-of-turn tokens.
+    """Return the ids and labels of a chat. Labels are -100 except on assistant content and its end-of-turn tokens.
 
     A `tokenizers` or transformers tokenizer must have the control tokens of `primer` (preferred) or `ngpt`.
 
@@ -163,7 +164,6 @@ def render_chat_sft(
 
 
 def _messages(messages: object) -> list[Message]:
-    """Convert messages to `Message` objects; raise `DataError` unless each has only a valid role and text content."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise DataError('"messages" must be a list of at least one {"role": …, "content": …}')
     out = []

@@ -630,7 +630,7 @@ def test_a_run_does_not_resume_from_an_edited_cursor(dataset, checkpointed, tmp_
     shutil.copy(log, folder)
     value = state["audit"]["cursor"][name] + 1
     lie = edited(edited(state, "audit", "cursor", name, value=value), "loader", "cursors", "train", name, value=value)
-    with pytest.raises(AuditError, match=r"match the checkpoint: audit.cursor is .*, but .* in the log; .* changed"):
+    with pytest.raises(AuditError, match=r"match the checkpoint: audit.cursor is .*, but the log records .*; .* changed"):
         run(dataset, folder, 20, saved=lie)
     assert (folder / log.name).read_bytes() == log.read_bytes()
     run(dataset, folder, 20, saved=state)

@@ -114,7 +114,7 @@ def test_an_object_with_a_wrong_hash_is_one_error_line_and_leaves_nothing(size, 
     with pytest.raises(RemoteError) as error:
         fetched(each)
     assert str(error.value) == (
-        f"memory://cache-tests/wrong: sha256 {other.sha256[:12]}…; expected {each.sha256[:12]}…; "
+        f"memory://cache-tests/wrong: the sha256 is {other.sha256[:12]}…, but the dataset records {each.sha256[:12]}…; "
         "the object was changed or damaged; upload the dataset again"
     )
     assert [list((folder / name).iterdir()) for name in ("objects", "partial", "locks")] == [[], [], []]
@@ -123,7 +123,7 @@ def test_an_object_with_a_wrong_hash_is_one_error_line_and_leaves_nothing(size, 
 def test_a_truncated_object_is_one_error_line():
     each = stored("cut", 5000)
     objects.write(each.url, objects.read(each.url)[:-1])
-    with pytest.raises(RemoteError, match=r"cut: 4,999 bytes; expected 5,000; the object is truncated; upload"):
+    with pytest.raises(RemoteError, match=r"cut: is 4,999 bytes, but the dataset records 5,000; upload"):
         fetched(each)
 
 
@@ -215,7 +215,7 @@ def test_a_cache_writable_by_other_users_is_refused(folder, tmp_path, monkeypatc
     with pytest.raises(UsageError, match=r"file: the cache must be a folder"):
         cache.cache_folder()
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "file" / "below"))
-    with pytest.raises(UsageError, match=r"below: cannot be the cache .*; set CHATMILL_CACHE_DIR"):
+    with pytest.raises(UsageError, match=r"below: cannot be used as the cache .*; set CHATMILL_CACHE_DIR"):
         cache.cache_folder()
 
 
@@ -358,7 +358,7 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_downloaded(folder, rea
     reads.clear()
     for named in (url, url / "recipe.toml"):
         with pytest.raises(
-            DataError, match=r"^memory://copies/large/recipe\.toml: has 67,108,865 bytes; expected at most 67,108,864$"
+            DataError, match=r"^memory://copies/large/recipe\.toml: is 67,108,865 bytes; expected at most 67,108,864$"
         ):
             local_file(str(named))
     assert reads == []

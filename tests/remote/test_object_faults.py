@@ -313,7 +313,7 @@ def test_a_name_is_parsed_as_a_path_or_a_url(name, meant):
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("file://other/x", "file://other/x: names a file on another machine; expected file:///PATH"),
+        ("file://other/x", "file://other/x: is a file on another machine; expected file:///PATH"),
         ("s3:///team/x", "s3:///team/x: has no bucket; expected s3://BUCKET/NAME, with two slashes"),
         ("hf:///datasets/x", "hf:///datasets/x: has no repository; expected hf://REPOSITORY/NAME, with two slashes"),
         ("https:///x?sig=abc", "https:///x: has no host; expected https://HOST/NAME, with two slashes"),

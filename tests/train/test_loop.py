@@ -405,9 +405,8 @@ def test_the_padding_token_for_data_of_other_programs_must_be_in_the_vocabulary(
         trained(foreign, tmp_path, name="wide", pad_token_id=65536)
     (foreign / "dataset_metadata.json").write_text("{}")
     (foreign / "tokenizer_state.json").write_text('{"eot_token_id": 100000}')
-    with pytest.raises(
-        DataError, match=r"data: end-of-turn token 100000 is not below its id limit 65536; set pad_token_id$"
-    ):
+    right = "its ids must be below 65536; set pad_token_id"
+    with pytest.raises(DataError, match=rf"data: the id of its end-of-turn token is 100000, but {right}$"):
         trained(foreign, tmp_path, name="wide")
 
 

@@ -2,9 +2,9 @@
 
     2026-01-03T16:44:19.628Z | TRAINING | INFO | action=epoch_start | epoch=0 | seed=42 | … | previous=9f2c…
 
-A field value is plain text, or a JSON string in which `|` is also escaped, so a value never contains a separator or a
-line break. The log is append-only: a line truncated by a crash stays in the file, and the next line records the length
-and hash of the truncated line.
+A field value is plain text, or a JSON string in which `|` is also escaped. A value therefore never contains a separator
+or a line break. The log is append-only. A line that a crash truncated stays in the file, and the next line records its
+length and hash.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AuditError(ChatmillError):
 
 @dataclass(frozen=True)
 class LogLine:
-    """One parsed line of an audit log; `raw` contains the bytes of the line without the line break."""
+    """One parsed line of an audit log; `raw` is the line without the line break."""
 
     raw: bytes
     time: str
@@ -113,11 +113,11 @@ class TornLine:
     raw: bytes
     why: str
     breaks_off: bool = False
-    """Whether the torn line is the last line of the file and has no line break."""
+    """Whether this is the last line of the file and has no line break."""
 
 
 def read_log(path: Path) -> list[LogLine | TornLine]:
-    """Return the lines of an audit log; an invalid line, such as one truncated by a crash, becomes a `TornLine`."""
+    """Return the lines of an audit log; an invalid line becomes a `TornLine`."""
     try:
         with open_plain(path) as file:
             raw = file.read()
@@ -136,7 +136,7 @@ def read_log(path: Path) -> list[LogLine | TornLine]:
 
 
 def torn_fields(torn: Sequence[TornLine]) -> dict[str, Any]:
-    """Return the fields that the next valid line stores to record the torn lines before it."""
+    """Return the fields with which the next valid line records the torn lines before it."""
     raw = b"\n".join(part.raw for part in torn)
     return {"torn_bytes": len(raw), "torn_sha256": hashlib.sha256(raw).hexdigest()}
 
@@ -181,9 +181,9 @@ class AuditLog:
 
     @classmethod
     def reopen(cls, path: str | Path, *, head: str, clock: Clock = now) -> tuple[AuditLog, dict[str, Any]]:
-        """Open a log to resume from the line whose hash is `head`; return the log and the fields of its `resume` line.
+        """Open a log to resume from the line with the hash `head`; return the log and the fields of its `resume` line.
 
-        Valid lines after the line with hash `head` count as abandoned. Abandoned and torn lines stay in the file.
+        Valid lines after this line count as abandoned. Abandoned and torn lines stay in the file.
         """
         place = Path(path)
         try:
@@ -253,7 +253,7 @@ class AuditLog:
 
 
 def _next_line(raw: bytes, last: LogLine) -> LogLine | None:
-    """Parse `raw` as the line after `last`; return None unless it is valid and contains the hash of `last`."""
+    """Parse `raw` as the line after `last`; return None if it is invalid or does not contain the hash of `last`."""
     try:
         line = parse_line(raw)
     except DataError:

@@ -3,14 +3,13 @@
     dataset_load     the dataset, the config and the order of episodes
     epoch_start      the effective seed and the first episodes of the epoch
     steps            a digest of the rows that the loader returned for a range of steps
-    drop_last        the episodes left over at the end of the epoch, which did not fill a batch
+    drop_last        the episodes at the end of the epoch that did not fill a batch
     epoch_complete   the number of episodes in the epoch
     mix              the requested and the realised share of each source
     checkpoint       the run's cursor; the saved checkpoint stores the hash of this line as `head`
     resume           the hash of the checkpoint line that the run resumes from
 
-All fields that describe the data are computed from the load plan alone, so `verify_log` can recompute them from the
-dataset.
+All fields that describe the data are computed from the load plan, so `verify_log` can recompute them from the dataset.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ Numbers = NDArray[np.int64]
 Reduce = Callable[[Numbers], Numbers]
 """A function that sums an array over all ranks (all-reduce)."""
 BatchSum = tuple[NDArray[np.uint64] | None, Numbers | None]
-"""The digest of a batch, and the amount of data that each source contributed to the batch."""
+"""The digest of a batch, and the amount of data from each source."""
 
 
 class Audit:
     """Writes the audit log of a run; pass an instance to `EpisodeLoader` as `listener`. Only rank 0 writes the log.
 
     One digest covers at most `every` steps. To resume a run and continue its log, pass the `state` that `checkpoint`
-    returned. Digests cover the rows of rank 0 only, unless `reduce` is a function that sums an array over all ranks.
-    Raises `AuditError` if a line cannot be written.
+    returned. Digests cover only the rows of rank 0 unless `reduce` sums an array over all ranks. If a line cannot be
+    written, `AuditError` is raised.
 
         audit = Audit("logs/audit")
         loader = EpisodeLoader("data/v1", config, listener=audit)
@@ -80,7 +79,7 @@ class Audit:
 
     @property
     def path(self) -> Path | None:
-        """The path of the log file; None on ranks other than 0, and before the loader opens the log."""
+        """The path of the log file; None on other ranks than 0, and before the log is open."""
         return None if self._log is None else self._log.path
 
     # Methods that the loader calls.
@@ -137,7 +136,7 @@ class Audit:
     # Methods that the training run calls.
 
     def checkpoint(self) -> dict[str, Any] | None:
-        """Log the run's cursor and sync the log; return the state for the checkpoint, or None on ranks other than 0.
+        """Log the run's cursor and sync the log; return the state for the checkpoint, or None on other ranks than 0.
 
         If `Audit` was created with `reduce`, all ranks must call `checkpoint` and `close`.
         """
@@ -156,7 +155,9 @@ class Audit:
             self._log.close()
 
     def discard(self) -> None:
-        """Remove the log of a run that did not train on any batch; a log that the run continued is only closed."""
+        """Remove the log of a run that ended before its first batch. A log that the run continued is closed but not
+        removed.
+        """
         if self._log is not None:
             if self._state is None:
                 self._log.remove()
@@ -198,7 +199,7 @@ def _checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_with_log(state: Mapping[str, Any], path: Path, plan: LoadPlan) -> None:
-    """Raise `AuditError` if a saved state differs from its checkpoint line in the log, or from the dataset."""
+    """Raise `AuditError` if a saved state differs from the log or the dataset."""
     try:
         logged = logged_checkpoints(read_log(path)).get(state["head"])
     except DataError as error:
@@ -223,7 +224,7 @@ def dataset_fields(plan: LoadPlan) -> dict[str, Any]:
     config = {each.name: getattr(plan.config, each.name) for each in fields(LoadConfig)}
     for name in ("token_dtype", "mix_epochs"):
         if config[name] is None:
-            # Omit null keys that earlier versions did not have, so that logs of these versions can still be verified.
+            # Earlier versions did not have these keys; without them, logs of earlier versions can still be verified.
             del config[name]
 
     def count(split: str) -> int:
@@ -257,7 +258,6 @@ def start_fields(plan: LoadPlan, epoch: int) -> dict[str, Any]:
 def steps_fields(
     plan: LoadPlan, steps: Sequence[PlannedStep], digest: NDArray[np.uint64], source_counts: Numbers | None
 ) -> dict[str, Any]:
-    """Return the range of steps, the first step's cursor, the digest of the rows, and the counts per source."""
     first, stop = steps[0].at, steps[-1].after.step
     position = {name: value for name, value in first._asdict().items() if name != "step"}
     fields = {"first_step": first.step, "stop_step": stop, **position, "digest": digest.astype("<u8").tobytes().hex()}
@@ -297,6 +297,6 @@ def sum_batches(batches: Sequence[BatchSum]) -> tuple[NDArray[np.uint64], Number
 
 
 def add_counts(total: Mapping[str, int], plan: LoadPlan, counts: Numbers) -> dict[str, int]:
-    """Return the totals per source with `counts` added, in the order of the plan's sources."""
+    """Add counts to the totals per source, in the order of the plan's sources."""
     names = [source.name for source in plan.sources]
     return {name: total.get(name, 0) + int(count) for name, count in zip(names, counts, strict=True)}

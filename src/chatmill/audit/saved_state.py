@@ -23,7 +23,7 @@ LOADED_HASHES = ("dataset_sha256", "config_sha256")
 
 
 class SavedState(NamedTuple):
-    """An audit state, and the JSON object that contains it. The object usually also contains the loader state."""
+    """An audit state, and the JSON object that contains it, usually together with the loader state."""
 
     audit: Mapping[str, Any]
     run: Mapping[str, Any]
@@ -34,7 +34,7 @@ class SavedState(NamedTuple):
 
 
 def saved_states(path: Path, log: Path) -> dict[str, SavedState]:
-    """Find the audit states of a log in a checkpoint folder or a JSON file, and return them by file name."""
+    """Return the audit states of a log in a checkpoint folder or a JSON file, by file name."""
     states: dict[str, SavedState] = {}
     for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
         try:
@@ -70,15 +70,15 @@ class LoggedCheckpoint(NamedTuple):
     """A checkpoint, as the audit log records it."""
 
     fields: Mapping[str, str]
-    """Fields of the checkpoint line, that is, the run's cursor."""
+    """Fields of the checkpoint line: the run's cursor."""
     loaded: Mapping[str, str]
-    """Fields of the dataset_load line that precedes the checkpoint; they identify the dataset and the config."""
+    """Fields of the preceding dataset_load line, which identify the dataset and the config."""
     given: Mapping[str, int]
-    """Amount of data that each source contributed before the checkpoint; empty if sources are not mixed."""
+    """Amount of data from each source before the checkpoint; empty without a mix."""
 
 
 def logged_checkpoints(lines: Sequence[LogLine | TornLine]) -> dict[str, LoggedCheckpoint]:
-    """Map the hash of each checkpoint line to its checkpoint, up to the first break in the hash chain."""
+    """Return the checkpoints by the hash of their line, up to the first break in the hash chain."""
     checkpoints: dict[str, LoggedCheckpoint] = {}
     loaded: Mapping[str, str] = {}
     given: dict[str, int] = {}
@@ -109,7 +109,7 @@ def _counts(text: str) -> dict[str, int]:
 
 
 def first_difference(state: SavedState, logged: LoggedCheckpoint) -> str | None:
-    """Describe the first value of a saved state that differs from the log; return None if all values match."""
+    """Describe the first value of a saved state that differs from the log, or return None if all values match."""
     return next(_differences(state, logged), None)
 
 
@@ -161,4 +161,4 @@ def _value(place: str, value: Any, expected: Any) -> Iterator[str]:
     # Compare the values as JSON text, because True == 1 in Python.
     if json.dumps(value, sort_keys=True) != json.dumps(expected, sort_keys=True):
         shown, right = (one_line(json.dumps(each, sort_keys=True), 100) for each in (value, expected))
-        yield f"{one_line(place)} is {shown}, but {right} in the log"
+        yield f"{one_line(place)} is {shown}, but the log records {right}"

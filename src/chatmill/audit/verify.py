@@ -1,4 +1,4 @@
-"""Verify an audit log by recomputing every line from the dataset, and replay the batch of a step."""
+"""Verify an audit log by recomputing every line from the dataset, and rebuild the batch of a step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AuditResult:
     steps: int = 0
     """Number of steps whose recomputed rows match the log."""
     abandoned: int = 0
-    """Number of lines that a resumed run abandoned, because they come after the checkpoint it resumed from."""
+    """Number of lines that a resumed run abandoned, because they follow the checkpoint that it resumed from."""
     torn: list[int] = field(default_factory=list)
     """Line numbers of the lines that a crash truncated."""
     unanchored: int = 0
@@ -61,10 +61,9 @@ def verify_log(
 ) -> AuditResult:
     """Recompute every line of an audit log from the dataset, and check every byte of the dataset.
 
-    `dataset` defaults to the dataset that the log names. `heads` maps the name of each checkpoint to the line hash that
-    the checkpoint stores. `states`, as returned by `saved_states`, maps the name of each checkpoint to its whole audit
-    state; every field of a state must match the log. `progress` is called with the number of steps that were just
-    verified.
+    `dataset` defaults to the dataset that the log names. `heads` maps checkpoint names to the line hashes that the
+    checkpoints store. `states`, from `saved_states`, maps checkpoint names to audit states, and all their fields must
+    match the log. `progress` is called with the number of steps that were just verified.
 
         result = verify_log("logs/audit/audit_20260103T164419Z.log", "data/v1")
         assert result.fault is None
@@ -107,7 +106,8 @@ def _first_fault(place: Path, lines: Sequence[LogLine | TornLine], checker: _Che
 
 
 def _check_heads(place: Path, lines: Sequence[LogLine | TornLine], heads: Mapping[str, str]) -> tuple[str | None, int]:
-    """Check that each head is the hash of a line; return a fault or None, and the number of lines after all heads."""
+    """Check that each head is the hash of a line. Return a fault or None, and the number of lines after the last head.
+    """
     numbers = {line.sha256: number for number, line in enumerate(lines, start=1) if isinstance(line, LogLine)}
     last = max((numbers.get(head, 0) for head in heads.values()), default=0)
     for name, head in heads.items():
@@ -118,7 +118,7 @@ def _check_heads(place: Path, lines: Sequence[LogLine | TornLine], heads: Mappin
 
 
 def _check_states(place: Path, lines: Sequence[LogLine | TornLine], states: Mapping[str, SavedState]) -> str | None:
-    """Return a description of the first checkpoint that differs from the log; None if all checkpoints match."""
+    """Describe the first checkpoint that differs from the log, or return None if all match."""
     logged = logged_checkpoints(lines) if states else {}
     for name, state in states.items():
         if state.head not in logged:
@@ -135,7 +135,7 @@ class _LoggedState(NamedTuple):
     started: bool = False
     """Whether the log contains the epoch_start line of the cursor's epoch."""
     total: Mapping[str, int] = {}
-    """Amount of data that each source contributed up to the cursor."""
+    """Amount of data from each source up to the cursor."""
 
 
 class _Checker:
@@ -169,8 +169,7 @@ class _Checker:
                 raise MismatchError(f"has action {one_line(line.action)}; expected {action}")
             if action != "dataset_load":
                 compare(line, fields)
-            # A resumed run usually repeats the dataset_load line of the run that it continues, so the dataset is
-            # already open.
+            # A resumed run usually repeats the dataset_load line, so the dataset is already open.
             elif self._run is None or line.fields != self._run.fields:
                 self._run = load_run(line, self._dataset)
             del self._due[0]
@@ -180,7 +179,7 @@ class _Checker:
             self._checkpoints[line.sha256] = self.lines, self._state
 
     def changed_file(self) -> str | None:
-        """Verify all dataset files, including rows that the run did not use; return the first fault, or None."""
+        """Verify all files of the dataset, including rows that the run did not use; return the first fault, or None."""
         if self._run is None:
             return None
         plan = self._run.plan
@@ -255,13 +254,13 @@ class LoggedRun(NamedTuple):
     every: int
     """Maximum number of steps per digest."""
     rows: int | None
-    """Number of rows per step on rank 0, if digests cover only rank 0; None if digests cover all ranks."""
+    """Number of rows per step on rank 0, or None if digests cover all ranks."""
     row_digests: RowDigests
     fields: Mapping[str, str]
 
 
 def load_run(line: LogLine, dataset: str | Place | None) -> LoggedRun:
-    """Open `dataset`, or by default the dataset that a dataset_load line names, and compare the line with it."""
+    """Open `dataset`, by default the dataset that the dataset_load line names, and compare it with the line."""
     try:
         values = json.loads(line.fields.get("config", ""))
     except (ValueError, RecursionError) as error:
@@ -330,7 +329,7 @@ def whole_number(line: LogLine, name: str, least: int) -> int:
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """A step of a run, its batch, and the number of the log line that covers the step."""
+    """A step of a run, its batch, and the number of the log line that records it."""
 
     plan: LoadPlan
     step: PlannedStep
@@ -339,9 +338,9 @@ class ReplayedStep:
 
 
 def replay_step(log: str | Path, step: int, dataset: str | Place | None = None) -> ReplayedStep:
-    """Rebuild the global batch of a step, from `dataset` or from the dataset that the log names.
+    """Rebuild the global batch of a step from `dataset`, by default the dataset that the log names.
 
-    Raises `DataError` if the digest of the rows differs from the log.
+    Raise `DataError` if the digest of the rows differs from the log.
 
         replay_step("logs/audit/audit_20260103T164419Z.log", step=7).batch
     """
@@ -373,7 +372,7 @@ def replay_step(log: str | Path, step: int, dataset: str | Place | None = None) 
 
 
 def _current_lines(log: Path) -> list[tuple[int, LogLine]]:
-    """Return the log lines that no resumed run abandoned, with their line numbers."""
+    """Return the lines that no resumed run abandoned, with their line numbers."""
     kept: list[tuple[int, LogLine]] = []
     for number, line in enumerate(read_log(log), start=1):
         if not isinstance(line, LogLine):

@@ -68,7 +68,7 @@ def cache_config(source: str, flags: Mapping[str, Any], *, input_flag: str) -> C
     for name, value in flags.items():
         if value is not None and not keys[name].check.accepts(value):
             flag = input_flag if name == "path" else f"--{name.replace('_', '-')}"
-            faults.append(f"{flag} is {one_line(str(value))}, expected {keys[name].check.expected}")
+            faults.append(f"{flag} is {one_line(str(value))}; expected {keys[name].check.expected}")
     of_file = {name: settings.get(dotted.format(source=source)) for name, dotted in NAMES.items()}
     values: dict[str, Any] = {"path": DEFAULT_PATHS.get(source)}
     values |= {name: value for layer in (of_file, flags) for name, value in layer.items() if value is not None}

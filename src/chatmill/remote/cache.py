@@ -6,11 +6,10 @@
       partial/, locks/          downloads in progress, and a lock for each download
       evicted                   an empty file whose modification time is the time of the last eviction
 
-An object is downloaded to a temporary file, hashed at the same time, and then renamed, so a killed download never
-leaves an incomplete object. If several processes need an object, one process downloads it and the others wait. The
-least recently used objects are removed when the cache exceeds $CHATMILL_CACHE_SIZE; access times record when objects
-were used. The modification time of a cached file is derived from the object's hash. A file with any other modification
-time was modified, and is hashed again before it is used.
+An object is downloaded to a temporary file, hashed, and then renamed, so a killed download never leaves an incomplete
+object. If several processes need an object, one of them downloads it and the others wait. When the cache exceeds
+$CHATMILL_CACHE_SIZE, the objects with the oldest access times are removed. The modification time of a cached file is
+derived from the object's hash. A file with any other modification time was modified, and is hashed again before use.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from chatmill.remote.urls import Url
 
 EVICTED = "evicted"
 COPY_AGE = 24 * 3600
-"""Seconds for which a copied file or folder is kept after its last use, because a process may still be reading it."""
+"""Seconds for which a copy is kept after its last use, because a process may still be reading it."""
 COPY_FILES = 10_000
 """Maximum number of objects in a folder that is copied."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -49,10 +48,10 @@ _held: set[int] = set()
 
 
 def fetch(url: Url, *, size: int, sha256: str, is_stopped: Callable[[], bool] = lambda: False) -> Path:
-    """Return the cached file of an object with this size and hash; download the object if it is not in the cache.
+    """Return the cached file of an object; download the object if it is not in the cache.
 
-    Another call may evict the returned file at any time; use `open_object` to open an object safely. When `is_stopped`
-    returns true, the download stops with `DownloadStoppedError`.
+    Another process may evict the file at any time; use `open_object` to open an object safely. If `is_stopped` returns
+    true, raise `DownloadStoppedError`.
     """
     folder, path = cache_folder(), cached_path(sha256)
     if not _is_whole(path, size, sha256):
@@ -64,7 +63,7 @@ def fetch(url: Url, *, size: int, sha256: str, is_stopped: Callable[[], bool] = 
 
 
 def open_object(url: Url, *, size: int, sha256: str) -> int:
-    """Open the object at a URL for reading, through the cache, and return a file descriptor."""
+    """Open an object for reading, through the cache, and return a file descriptor."""
     while True:
         path = fetch(url, size=size, sha256=sha256)
         # If the file was evicted before it could be opened, download it again.
@@ -73,12 +72,12 @@ def open_object(url: Url, *, size: int, sha256: str) -> int:
 
 
 def cached_path(sha256: str) -> Path:
-    """Return the path of the object with this hash in the cache, whether or not the object is cached."""
+    """Return the path that an object with this hash has in the cache."""
     return cache_folder() / "objects" / sha256
 
 
 def last_eviction() -> int:
-    """Return a number that changes with each eviction; 0 before the first eviction."""
+    """Return the time of the last eviction in nanoseconds, or 0 if there was none."""
     try:
         return (cache_folder() / EVICTED).stat().st_mtime_ns
     except FileNotFoundError:
@@ -89,7 +88,6 @@ def last_eviction() -> int:
 
 
 def _is_whole(path: Path, size: int, sha256: str) -> bool:
-    """Return whether a cached file has the size and hash of its object. A modified file is hashed again."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -109,21 +107,20 @@ def _is_whole(path: Path, size: int, sha256: str) -> bool:
 
 
 def _mark(sha256: str) -> int:
-    """Return the modification time that marks a verified object: a time from 1970 to 1978, which no new file has."""
+    """Return the modification time that marks a verified object: a time before 1979, which no new file has."""
     return int(sha256[:7], 16)
 
 
 def _touch(path: Path) -> None:
-    """Set the access time of a file to the current time."""
     with suppress(OSError):
         os.utime(path, (time.time(), path.stat().st_mtime))
 
 
 def _download(url: Url, size: int, sha256: str, path: Path, is_stopped: Callable[[], bool]) -> None:
-    """Download an object into the cache. The caller must hold the object's lock."""
+    """The caller must hold the object's lock."""
     partial = path.parents[1] / "partial" / sha256
     try:
-        # Retry the download once if the data was damaged in transit or the disk was full.
+        # Retry once if the data was damaged in transit or the disk was full.
         for is_last in (False, True):
             try:
                 _make_room(path.parents[1], size, partial)
@@ -143,7 +140,7 @@ def _download(url: Url, size: int, sha256: str, path: Path, is_stopped: Callable
                 partial.replace(path)
                 return
         raise RemoteError(
-            f"{shown(url)}: sha256 {digest[:12]}…; expected {sha256[:12]}…; "
+            f"{shown(url)}: the sha256 is {digest[:12]}…, but the dataset records {sha256[:12]}…; "
             "the object was changed or damaged; upload the dataset again"
         )
     finally:
@@ -162,7 +159,7 @@ def _write(url: Url, size: int, partial: Path, is_stopped: Callable[[], bool]) -
             written += len(piece)
         if written != size:
             raise RemoteError(
-                f"{shown(url)}: {written:,} bytes; expected {size:,}; the object is truncated; upload the dataset again"
+                f"{shown(url)}: is {written:,} bytes, but the dataset records {size:,}; upload the dataset again"
             )
         file.flush()
         os.fsync(file.fileno())
@@ -218,18 +215,18 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _make_room(folder: Path, size: int, partial: Path) -> None:
-    """Evict the least recently used objects until `size` more bytes fit, and reserve the space with a partial file."""
+    """Evict files until `size` more bytes fit, and reserve the space with a partial file."""
     with _locked(folder, "room"):
         over = sum(used for _, used, _ in _contents(folder)) + size - cache_size()
         if over > 0:
             _remove_oldest(folder, over)
         with partial.open("wb") as file:
-            # Make a sparse file of the final size, so that other processes count the full size during the download.
+            # The sparse file has the final size, so that other processes count the full size during the download.
             file.truncate(size)
 
 
 def _evict(folder: Path, size: int) -> bool:
-    """Evict least recently used objects with a total of at least `size` bytes; return whether any were evicted."""
+    """Evict files with a total of at least `size` bytes; return whether any were evicted."""
     with _locked(folder, "room"):
         return _remove_oldest(folder, size)
 
@@ -258,7 +255,7 @@ def _remove_oldest(folder: Path, size: int) -> bool:
 
 
 def _contents(folder: Path) -> list[tuple[float, int, Path]]:
-    """Return the time of last use, size and path of each object, partial download and copy in the cache."""
+    """Return the time of last use, the size and the path of everything in the cache."""
     contents = []
     for kind in ("objects", "partial", "copies"):
         for path in (folder / kind).iterdir():
@@ -289,10 +286,10 @@ def _is_held(folder: Path, name: str) -> bool:
 
 
 def local_copy(url: Url, *, leave_out: tuple[str, ...] = (), limit: int | None = None) -> Path:
-    """Copy the file or folder at a URL to this machine under the same name, and return the path of the copy.
+    """Copy the file or folder at a URL to the cache under the same name, and return the path of the copy.
 
-    In a folder, files whose names end with one of `leave_out` are not copied. If a file has more than `limit` bytes,
-    raises `DataError` before the first download.
+    In a folder, files whose names end with one of `leave_out` are not copied. Raise `DataError` if a file is larger
+    than `limit` bytes.
     """
     info = None if url.is_folder else find(url)
     if info is not None:
@@ -301,10 +298,10 @@ def local_copy(url: Url, *, leave_out: tuple[str, ...] = (), limit: int | None =
         raise missing(url)
     for each, described in files.values():
         if limit is not None and described.size > limit:
-            raise DataError(f"{shown(each)}: has {described.size:,} bytes; expected at most {limit:,}")
+            raise DataError(f"{shown(each)}: is {described.size:,} bytes; expected at most {limit:,}")
     folder = cache_folder()
     listed = [(name, each.size, each.version) for name, (_, each) in sorted(files.items())]
-    # If the server does not report versions, a change in content cannot be detected, so always make a new copy.
+    # Without versions from the server, a change in content cannot be detected, so always make a new copy.
     changing = "" if all(each.version for _, each in files.values()) else str(time.time_ns())
     key = hashlib.sha256(repr((url.address, listed, changing)).encode()).hexdigest()
     place = folder / "copies" / key
@@ -317,7 +314,7 @@ def local_copy(url: Url, *, leave_out: tuple[str, ...] = (), limit: int | None =
 
 
 def _files_below(url: Url, leave_out: tuple[str, ...]) -> dict[str, tuple[Url, ObjectInfo]]:
-    """Return the objects below a URL, by their names relative to the URL."""
+    """Return the objects below a URL by their relative names."""
     prefix = str(url).rstrip("/") + "/"
     listed = [each for each in names_below(url) if not each.name.lower().endswith(leave_out)]
     if len(listed) > COPY_FILES:
@@ -334,7 +331,7 @@ def _files_below(url: Url, leave_out: tuple[str, ...]) -> dict[str, tuple[Url, O
 
 
 def _copy(files: dict[str, tuple[Url, ObjectInfo]], place: Path, name: str) -> None:
-    """Copy objects to a new folder `place`. The caller must hold the folder's lock."""
+    """The caller must hold the lock of the new folder `place`."""
     aside = place.with_name(f"{place.name}.new")
     shutil.rmtree(aside, ignore_errors=True)
     try:

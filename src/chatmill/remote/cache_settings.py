@@ -20,7 +20,7 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "m
 
 
 def configure(folder: str | None, size: int | str | None) -> None:
-    """Set the folder and maximum size of the cache for this process and its children; None keeps the old value."""
+    """Set the folder and maximum size of the cache for this process and its children; None changes nothing."""
     if folder is not None:
         os.environ[FOLDER] = str(local_path(folder))
     if size is not None:
@@ -28,7 +28,6 @@ def configure(folder: str | None, size: int | str | None) -> None:
 
 
 def cache_size() -> int:
-    """Return the maximum size of the cache in bytes."""
     text = os.environ.get(SIZE, "")
     return parse_size(text, SIZE) if text else DEFAULT_SIZE
 
@@ -43,7 +42,9 @@ def parse_size(text: str, name: str) -> int:
 
 
 def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks")) -> Path:
-    """Create the cache folder and its subfolders `parts`; raise `UsageError` if other users could write to them."""
+    """Create and return the cache folder, with the subfolders `parts`; raise `UsageError` if other users can write to
+    it.
+    """
     named = os.environ.get(FOLDER)
     path = Path(named or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "chatmill")
     with suppress(RuntimeError):
@@ -51,17 +52,17 @@ def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks"
     try:
         path = path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Other chatmill caches also use the default folder, so it may already exist and be group-writable.
+        # The default folder may already exist and be group-writable, because other chatmill caches also use it.
         _check_own(path, may_change=not named)
         for name in parts:
             _check_own(path / name)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be the cache ({error.strerror}); set {FOLDER} to another folder") from None
+        raise UsageError(f"{path}: cannot be used as the cache ({error.strerror}); set {FOLDER} to another folder") from None
     return path
 
 
 def _check_own(path: Path, *, may_change: bool = False) -> None:
-    """Create a folder, or check an existing one; raise `UsageError` unless only this user can write to it.
+    """Create a folder if it does not exist; raise `UsageError` if other users can write to it.
 
     With `may_change`, remove the write permission of other users instead of raising an error.
     """

@@ -11,11 +11,11 @@ from chatmill.remote.threads import submit
 from chatmill.remote.urls import Url
 
 AHEAD = 4
-"""Maximum number of byte ranges of one object that are requested or in memory at a time."""
+"""Maximum number of byte ranges of one object that are requested or in memory at the same time."""
 
 
 def ordered_pieces(url: Url, size: int) -> Iterator[bytes]:
-    """Yield the bytes of an object of `size` bytes in order; stop early only if the object is shorter than `size`."""
+    """Yield the first `size` bytes of an object in order; a shorter object yields fewer bytes."""
     ranges = ((start, min(size, start + RANGE_BYTES)) for start in range(0, size, RANGE_BYTES))
     if size <= RANGE_BYTES:
         yield from (read(url, *each) for each in ranges)

@@ -19,7 +19,7 @@ class MissingObjectError(RemoteError):
 
 
 class ExistingObjectError(RemoteError):
-    """Raised by a conditional write if the object already exists, or does not have the version to replace."""
+    """Raised by a conditional write if the object already exists or has a different version."""
 
 
 PERMANENT = (
@@ -56,7 +56,7 @@ OF_ADDRESS = re.compile(
     "WRONG_VERSION_NUMBER|CERTIFICATE_VERIFY_FAILED|^Invalid endpoint|^Custom endpoint .* not a valid URI"
     "|Cannot combine AUTHORIZATION header"
 )
-"""Matches errors caused by a wrong address: https to a server without TLS, an invalid URL, or a URL with a password."""
+"""Matches errors caused by a wrong address, such as https to a server without TLS, or a URL with a password."""
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 """Environment variables that set the address of an S3 server."""
 TRANSIENT_STATUS = (408, 409, 425, 429)
@@ -74,7 +74,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of an error from any storage library; None if the error has no status."""
+    """Return the HTTP status of an error from a storage library, or None if it has none."""
     for each in causes(error):
         answer: Any = getattr(each, "response", None)
         if isinstance(answer, dict):
@@ -90,7 +90,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def code_of(error: BaseException) -> str:
-    """Return the code of an S3 or Azure error, such as NoSuchBucket; an empty string if the error has no code."""
+    """Return the code of an S3 or Azure error, such as NoSuchBucket, or an empty string if it has none."""
     for each in causes(error):
         answer = getattr(each, "response", None)
         if isinstance(answer, dict):
@@ -101,7 +101,7 @@ def code_of(error: BaseException) -> str:
 
 
 def is_missing(error: BaseException) -> bool:
-    """Return whether an error means that the object does not exist; false for network and permission errors."""
+    """Return whether an error means that the object does not exist."""
     if not isinstance(error, FileNotFoundError):
         return status_of(error) in (404, 410)
     cause = error.__cause__
@@ -133,7 +133,6 @@ def is_permanent(error: BaseException) -> bool:
 
 
 def advice(error: BaseException, *, is_s3: bool = False) -> str:
-    """Return advice on how to fix an error."""
     if _is_of_address(error):
         named = next((name for name in ENDPOINTS if is_s3 and name in os.environ), "the address")
         return f"check {named}: use http:// or https:// with a valid certificate, a host and port, and no password"

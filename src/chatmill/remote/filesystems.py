@@ -21,7 +21,7 @@ READ_TIMEOUT = 10.0
 CONNECTIONS = 32
 """Maximum number of concurrent connections from a process to an S3 server."""
 _kept: dict[int, Any] = {}
-"""Filesystems kept open, because a forked process must not close connections that its parent still uses."""
+"""Filesystems that are never closed, because a forked process must not close connections that its parent still uses."""
 
 
 def shown(url: Url) -> str:
@@ -32,8 +32,8 @@ def shown(url: Url) -> str:
 def filesystem(url: Url) -> tuple[Any, str]:
     """Return the fsspec filesystem for a URL and the path in the filesystem.
 
-    Raises `UsageError` if a required library is missing. Call this function for every request instead of keeping the
-    filesystem: fsspec caches one filesystem per process, and a forked process cannot use the filesystem of its parent.
+    Raise `UsageError` if a required library is missing. Call this function for every request: fsspec caches one
+    filesystem per process, and a forked process cannot use the filesystem of its parent.
     """
     extra = EXTRAS[url.scheme]
     # Keep gcsfs from requesting the type of each bucket and from opening gRPC channels, which break after a fork.
@@ -60,7 +60,7 @@ def filesystem(url: Url) -> tuple[Any, str]:
 
 
 def _options(extra: str, configured: dict[str, Any]) -> dict[str, Any]:
-    """Return filesystem options; values from the user's fsspec configuration take precedence."""
+    """The user's fsspec configuration takes precedence over these options."""
     if extra == "s3":
         given: dict[str, Any] = {
             "connect_timeout": CONNECT_TIMEOUT,

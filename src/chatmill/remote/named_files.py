@@ -1,4 +1,4 @@
-"""Find small files and folders that a user names, such as tokenizers, and copy remote ones to this machine."""
+"""Find small files and folders that a user names, such as tokenizers, and copy remote files to this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chatmill.remote.cache import local_copy
 from chatmill.remote.urls import Url, place
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz")
-"""Extensions of large files in model folders, such as weights, which are not copied because they are not needed."""
+"""Extensions of large files in model folders that are not needed and not copied."""
 TOKENIZER_LIMIT = 1 << 30
 """Maximum size of a tokenizer file in bytes."""
 _copies: dict[Url, Path] = {}
@@ -17,9 +17,9 @@ _copies: dict[Url, Path] = {}
 
 
 def local_file(name: str | Path, *, limit: int = JSON_LIMIT) -> Path:
-    """Return the path of a file or folder that a user named; for a URL, return the path of a copy in the cache.
+    """Return the path of a file or folder; for a URL, return the path of a copy in the cache.
 
-    If a remote file has more than `limit` bytes, raises `DataError` without downloading it.
+    Raise `DataError` if a remote file is larger than `limit` bytes.
     """
     path = place(name)
     if isinstance(path, Path):
@@ -40,7 +40,7 @@ def use_copies(copies: dict[Url, Path]) -> None:
 
 
 def given_name(path: Path) -> str:
-    """Return a path as the user gave it; for a local copy of a remote file, return the URL without secrets."""
+    """Return a path as the user gave it; for a copy of a remote file, return the URL without secrets."""
     for url, copy in _copies.items():
         if path == copy or copy in path.parents:
             below = path.relative_to(copy).as_posix()

@@ -1,8 +1,8 @@
 """Read, write, list and remove objects, with retries. Error messages are one line, and never contain credentials.
 
-A request is retried after transient errors, such as a broken connection, a truncated response, a rate limit or a server
-error. Retries stop after `ATTEMPTS` attempts, or after `TIME_LIMIT` seconds if at least two attempts were made. Errors
-that a retry cannot fix (a wrong name, permission or credential) are raised immediately.
+A request is retried after transient errors, such as a broken connection or a rate limit. Retries stop after `ATTEMPTS`
+attempts, or after `TIME_LIMIT` seconds if at least two attempts were made. Errors that a retry cannot fix, such as a
+wrong name, are raised immediately.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ T = TypeVar("T")
 ATTEMPTS = 6
 """Maximum number of attempts before a transient error is raised."""
 TIME_LIMIT = 15.0
-"""Seconds after which a request is no longer retried, if it was attempted at least twice."""
+"""Seconds after which a request is no longer retried; it is attempted at least twice."""
 FIRST_DELAY = 0.2
-"""Seconds before the second attempt. The delay doubles with each attempt, and varies randomly by up to 50%."""
+"""Seconds before the second attempt. The delay doubles after each attempt, and varies randomly by up to 50%."""
 RANGE_BYTES = 8 << 20
-"""Maximum number of bytes per request, so that little data must be read again after a broken connection."""
+"""Maximum number of bytes per request; this limits the data to read again after a broken connection."""
 VERSIONS = (
     "generation",
     "ETag",
@@ -85,7 +85,7 @@ TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
 class ObjectInfo:
     size: int
     version: str
-    """The generation, ETag or modification time, which changes if the object is rewritten; empty if unknown."""
+    """The generation, ETag or modification time, which changes when the object is rewritten; empty if unknown."""
     modified: float | None = None
     """Modification time according to the server, in seconds since 1970; None if unknown."""
 
@@ -113,10 +113,9 @@ def _info(described: Mapping[str, Any]) -> ObjectInfo:
 
 
 def read(url: Url, start: int = 0, stop: int | None = None) -> bytes:
-    """Return the bytes [start, stop) of an object, or fewer if the object is shorter; if `stop` is None, read to the
-    end.
+    """Return the bytes [start, stop) of an object, or fewer if the object is shorter; None means to the end.
 
-    If `stop` is None and an object in a bucket is replaced while it is read, raises `RemoteError`.
+    If `stop` is None, raise `RemoteError` if an object in a bucket is replaced while it is read.
     """
     if stop is not None:
         return _read_ranges(url, start, stop)
@@ -159,9 +158,8 @@ def _read_range(url: Url, start: int, stop: int, opened: Any, path: str) -> byte
 def write(url: Url, data: bytes, *, new: bool = False, replaces: str | None = None) -> None:
     """Write an object atomically.
 
-    With `new`, raises `ExistingObjectError` if the object exists. With `replaces`, raises `ExistingObjectError` unless
-    the object has the version `replaces`. If the store supports conditional writes, only one of two concurrent writers
-    succeeds; see docs/how-to/remote.md.
+    Raise `ExistingObjectError` if the object exists (`new`), or does not have the version `replaces`. If the store
+    supports conditional writes, only one of two concurrent writers succeeds; see docs/how-to/remote.md.
     """
     check_writable(url)
     if new or replaces:
@@ -240,7 +238,7 @@ def infos_below(url: Url) -> dict[Url, ObjectInfo]:
 def first_below(url: Url) -> list[str]:
     """Return the sorted names of the objects and subfolders directly in a folder.
 
-    On S3, only one request is made, so at most 1,000 names are returned.
+    On S3, the result has at most 1,000 names, because only one request is made.
     """
     _check_listable(url)
 
@@ -277,7 +275,7 @@ def remove(urls: Iterable[Url]) -> None:
 
 
 def check_writable(url: Url) -> None:
-    """Raise `UsageError` if chatmill can only read objects with this URL scheme."""
+    """Raise `UsageError` if chatmill cannot write to URLs with this scheme."""
     if url.scheme in READ_ONLY:
         raise UsageError(
             f"{shown(url)}: {url.scheme}:// can only be read; write to s3://, gs://, az:// or a local path"
@@ -308,7 +306,6 @@ def _exists(url: Url) -> ExistingObjectError:
 
 
 def _urls_of(url: Url, names: Iterable[str]) -> list[Url]:
-    """Return the sorted URLs of listed objects, without folder placeholders."""
     objects = _object_names(names)
     # Listed names lack the scheme and, for abfs://CONTAINER@ACCOUNT/…, the account, so take both from `url`.
     scheme, _, path = url.address.partition("://")
@@ -322,7 +319,7 @@ def _urls_of(url: Url, names: Iterable[str]) -> list[Url]:
 
 
 def _object_names(names: Iterable[str]) -> list[str]:
-    """Return sorted names without folder placeholders."""
+    """Sort names, and omit folder placeholders."""
     return sorted(name for name in names if not name.endswith("/"))
 
 
@@ -340,10 +337,10 @@ def _retried(
     bulk: bool = False,
     is_done: Callable[[], bool] = lambda: False,
 ) -> T | Any:
-    """Return the result of `call(filesystem, path)`, which is called again after a transient error.
+    """Return the result of `call(filesystem, path)`, and retry after transient errors.
 
-    A `bulk` call is tried up to `ATTEMPTS` times regardless of `TIME_LIMIT`. If a precondition fails on a retry,
-    `is_done` is called to check whether an earlier attempt already made the change.
+    A `bulk` call ignores `TIME_LIMIT`. If a precondition fails on a retry, `is_done` checks whether an earlier attempt
+    already made the change.
     """
     delay = FIRST_DELAY
     first = time.monotonic()

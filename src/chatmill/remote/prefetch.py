@@ -17,9 +17,7 @@ from chatmill.remote.objects import RemoteError
 from chatmill.remote.urls import Url
 
 THREADS = 8
-"""Maximum number of concurrent downloads. Concurrency helps, because downloads of small objects mostly wait for the
-server.
-"""
+"""Maximum number of concurrent downloads; downloads of small objects mostly wait for the server."""
 JOIN_SECONDS = 5.0
 """Maximum time in seconds that an exiting process waits for requests in progress."""
 
@@ -44,8 +42,8 @@ class Progress(NamedTuple):
 class Prefetch:
     """Downloads objects to the cache in order, at most `limit` bytes ahead of their use.
 
-    Call `used` after using an object, so that the next object can be downloaded. If the server does not deliver an
-    object, the object is skipped: the code that needs it tries to download it again, and raises any error.
+    Call `used` after using an object, so that the next object can be downloaded. An object that cannot be downloaded is
+    skipped: the code that needs it downloads it again, and raises the error.
     """
 
     def __init__(self, objects: Sequence[RemoteObject], limit: int) -> None:
@@ -71,7 +69,7 @@ class Prefetch:
         return Progress(self._done, len(self._objects), self._done_bytes, sum(each.size for each in self._objects))
 
     def used(self, sha256: str) -> None:
-        """Record that an object was used, or that the caller needs the object now and downloads it itself."""
+        """Record that an object was used, or that the caller downloads it."""
         if sha256 not in self._used:
             with self._changed:
                 self._used.add(sha256)
@@ -97,8 +95,7 @@ class Prefetch:
             except RemoteError:
                 continue
             except (ChatmillError, OSError, cache.DownloadStoppedError):
-                # Stop, because the cause of the error, such as a full disk, would probably affect the remaining
-                # downloads too.
+                # Stop, because the cause, such as a full disk, would probably affect the remaining downloads too.
                 self.stop()
                 return
             with self._changed:
@@ -106,7 +103,9 @@ class Prefetch:
                 self._done_bytes += each.size
 
     def _take(self) -> RemoteObject | None:
-        """Wait until the next object may be downloaded, and return it; None after the last object or after `stop`."""
+        """Wait until the next object may be downloaded, and return it; return None after the last object or after
+        `stop`.
+        """
         with self._changed:
             while not self._stopped and self._next < len(self._objects):
                 each = self._objects[self._next]
@@ -124,7 +123,7 @@ _running: weakref.WeakSet[Prefetch] = weakref.WeakSet()
 
 
 def fetch(url: Url, *, size: int, sha256: str) -> Path:
-    """Fetch an object through the cache, and mark it as used, so that other objects can be prefetched."""
+    """Fetch an object through the cache and mark it as used, so that the next object can be prefetched."""
     path = cache.fetch(url, size=size, sha256=sha256)
     for each in list(_running):
         each.used(sha256)

@@ -1,4 +1,4 @@
-"""Reusable threads for requests; storage libraries create a client for each new thread, which is slow.
+"""Reusable threads for requests: storage libraries create a client for each new thread, which is slow.
 
 A forked process starts its own threads.
 """
@@ -25,10 +25,10 @@ _NAME = "chatmill-requests"
 
 
 def submit(task: Callable[[], T]) -> Future[T]:
-    """Run a task in one of the request threads, which are started when first needed.
+    """Run a task in a request thread.
 
-    A task that a request thread submits runs immediately in that thread, to avoid a deadlock in which all threads wait
-    for queued tasks.
+    A task that a request thread submits runs immediately in that thread. Otherwise, all threads could wait for queued
+    tasks forever.
     """
     global _started, _waiting
     future: Future[T] = Future()
@@ -74,7 +74,7 @@ def _run(task: Callable[[], Any], future: Future[Any]) -> None:
 
 
 def _after_fork() -> None:
-    """Reset the state in a forked process, where the threads no longer exist and the lock may remain locked forever."""
+    """In a forked process, the threads do not exist and the lock may be locked forever."""
     global _tasks, _started, _waiting, _counting
     _tasks, _started, _waiting, _counting = queue.SimpleQueue(), 0, 0, threading.Lock()
 

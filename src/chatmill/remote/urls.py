@@ -1,4 +1,4 @@
-"""Parse URLs that users give, and distinguish them from local paths."""
+"""Parse URLs, and distinguish them from local paths."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Url:
 
 
 def without_secrets(text: str) -> str:
-    """Return a URL (of any scheme) without its user name, password and query."""
+    """Return a URL of any scheme without its user name, password and query."""
     return re.sub(r"^([^/]*//)[^/]*@", r"\1", re.split(r"[?#]", text, maxsplit=1)[0])
 
 
@@ -91,7 +91,7 @@ Place = Path | Url
 
 
 def place(name: str | Path | Url) -> Place:
-    """Return the local path or URL that a user gave; raise `UsageError` for an unsupported scheme.
+    """Parse a local path or a URL; raise `UsageError` for an unsupported scheme.
 
     To use a local path that looks like a URL, give it as an absolute path.
     """
@@ -111,7 +111,7 @@ def place(name: str | Path | Url) -> Place:
         # Do not parse `?` and `#`, which are ordinary characters in file names.
         host, slash, path = text[match.end() :].partition("/")
         if host.lower() not in ("", "localhost"):
-            raise UsageError(f"{one_line(text, 1000)}: names a file on another machine; expected file:///PATH")
+            raise UsageError(f"{one_line(text, 1000)}: is a file on another machine; expected file:///PATH")
         return Path(unquote(slash + path, errors="surrogateescape"))
     if scheme not in EXTRAS:
         known = ", ".join(f"{each}://" for each in ("s3", "gs", "az", "hf", "https", "file"))

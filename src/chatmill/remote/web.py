@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 WHOLE_BYTES = 8 << 20
-"""Maximum size of a file to read in ranges if the server ignores the range and always sends the whole file."""
+"""Maximum size of a file to read in ranges if the server ignores ranges and always sends the whole file."""
 
 
 def read_web(opened: Any, address: str, start: int, stop: int | None) -> bytes:
-    """Return the bytes [start, stop) of a file on a web server; read to the end of the file if `stop` is None."""
+    """Return the bytes [start, stop) of a file on a web server; None means to the end."""
     from fsspec.asyn import sync
 
     content: bytes = sync(opened.loop, _get, opened, address, start, stop)
