@@ -263,7 +263,9 @@ class Rows:
                 f"{len(self.origins)} origins for {len(self.first_span) - 1} segments; expected one per segment"
             )
         if self.span_start[-1] != len(self.ids):
-            raise DataError(f"spans cover {self.span_start[-1]} tokens, but there are {len(self.ids)} ids; expected equal numbers")
+            raise DataError(
+                f"spans cover {self.span_start[-1]} tokens, but there are {len(self.ids)} ids; expected equal numbers"
+            )
         if np.any(self.spans["length"] == 0):
             raise DataError("a span is empty; expected at least one token per span")
         weight = self.spans["weight"]

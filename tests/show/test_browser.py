@@ -106,7 +106,7 @@ def test_search_filter_open_hover_and_click_a_token(watched, chats_url):
     watched.shot("hover")
     token.click()
     page.wait_for_selector(".sentence")
-    assert "is trained: train_on assistant trains assistant messages (rule role)." in page.inner_text(".sentence")
+    assert "is trained: train_on assistant selects assistant messages (rule role)." in page.inner_text(".sentence")
     page.wait_for_selector(".panel-record pre")
     assert '"content"' in page.inner_text(".panel-record pre")
     assert "The record is unchanged since the dataset was prepared." in page.inner_text(".panel-record")

@@ -30,7 +30,7 @@ def test_the_sentence_names_token_position_message_weight_and_rule(chats):
     said = explain_token(chats, "train", 1, 9)
     assert said.sentence == (
         f'Token 9 of train episode 1, "t" (id 116), the text of assistant message 1, from {said.file}:2, is trained: '
-        "train_on assistant trains assistant messages (rule role)."
+        "train_on assistant selects assistant messages (rule role)."
     )
     assert (said.message, said.role, said.part, said.weight, said.rule, said.line) == (
         1,
@@ -41,9 +41,9 @@ def test_the_sentence_names_token_position_message_weight_and_rule(chats):
         2,
     )
     said = explain_token(chats, "train", 1, 0)
-    assert said.sentence.endswith("is context: the format never trains the header of a turn (rule header).")
+    assert said.sentence.endswith("is context: the loss mask never includes the header of a turn (rule header).")
     said = explain_token(chats, "train", 1, 2)
-    assert said.sentence.endswith("is context: train_on assistant does not train user messages (rule role).")
+    assert said.sentence.endswith("is context: train_on assistant does not select user messages (rule role).")
 
 
 @pytest.mark.parametrize(
@@ -87,20 +87,20 @@ def test_after_reweighing_the_explanation_uses_the_new_train_on(chats, tmp_path)
     reweigh_dataset(chats.path, tmp_path / "last", train_on="last")
     shown = open_view(tmp_path / "last")
     assert (
-        "the token is not in the last answer, and train_on last trains only the last answer"
+        "the token is not in the last answer, and train_on last selects only the last answer"
         in explain_token(shown, "train", 1, 9).sentence
     )
     assert (
-        "the token is in the last answer, which train_on last trains" in explain_token(shown, "train", 1, 34).sentence
+        "the token is in the last answer, which train_on last selects" in explain_token(shown, "train", 1, 34).sentence
     )
     reweigh_dataset(chats.path, tmp_path / "exchange", train_on="last-exchange")
     shown = open_view(tmp_path / "exchange")
     assert (
-        "a user message follows this answer, and train_on last-exchange trains only answers after the last user message"
+        "a user message follows this answer, and train_on last-exchange selects only answers after the last user message"
         in explain_token(shown, "train", 1, 9).sentence
     )
     trained = (
-        "no user message follows this answer, and train_on last-exchange trains answers after the last user message"
+        "no user message follows this answer, and train_on last-exchange selects answers after the last user message"
     )
     assert trained in explain_token(shown, "train", 1, 34).sentence
 

@@ -83,10 +83,10 @@ def test_a_run_without_losses_or_on_other_data_and_a_damaged_line_are_refused(sh
     with pytest.raises(DataError, match="has no losses per conversation"):
         run_losses(tmp_path, shown)
     log(tmp_path, 0, (1, [0], [1.0], [1]), sha256="0" * 64)
-    with pytest.raises(DataError, match="was not trained on"):
+    with pytest.raises(DataError, match="the run did not train on"):
         run_losses(tmp_path, shown)
     log(tmp_path, 0, (1, [6], [1.0], [1]), sha256=shown.dataset.sha256)
-    with pytest.raises(DataError, match="step 1 has episode numbers that are not in the dataset"):
+    with pytest.raises(DataError, match="step 1 has episodes that are not in the dataset"):
         run_losses(tmp_path, shown)
     for damage in (
         "{}",

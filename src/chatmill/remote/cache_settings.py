@@ -57,7 +57,9 @@ def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks"
         for name in parts:
             _check_own(path / name)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be used as the cache ({error.strerror}); set {FOLDER} to another folder") from None
+        raise UsageError(
+            f"{path}: cannot be used as the cache ({error.strerror}); set {FOLDER} to another folder"
+        ) from None
     return path
 
 

@@ -1,4 +1,4 @@
-"""Draw charts as SVG. Colors come from the page's style sheet, which has light, dark and print variants."""
+"""Draw charts as SVG, with colors from the page's style sheet."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ FLOW_WIDTH, FLOW_HEIGHT = 920.0, 280.0
 NODE_WIDTH, GAP, GROUP_GAP = 13.0, 12.0, 24.0
 LABEL_LEFT, LABEL_RIGHT = NODE_WIDTH + 6, 8.0
 LINE_HEIGHT = 17.0
-"""Line height of labels in the flow chart, in px; the labels' font size is at most 12.5 px."""
+"""Line height of labels in the flow chart, in px; their font size is at most 12.5 px."""
 LABEL_LINES = 3
-"""Maximum number of lines of a node's name; a tooltip shows the full name of a node."""
+"""Maximum number of lines of a node's name; a tooltip shows the full name."""
 
 
 def tag(name: str, *children: str, **attributes: object) -> Markup:
-    """One element. Text and values are escaped. In attribute names, `_` becomes `-`, and a trailing `_` is removed."""
+    """Return an element with escaped text and values. In attribute names, `_` becomes `-`, and a trailing `_` is
+    removed.
+    """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-") if key != "viewBox" else key}="{escape(_short(value))}"'
         for key, value in attributes.items()
@@ -39,7 +41,7 @@ def svg(parts: Iterable[Markup], *, title: str, height: float = HEIGHT, width: f
 
 
 def compact(number: float) -> str:
-    """Format a number in a short form for an axis: 12, 1.5k, 20M."""
+    """Format a number for an axis: 12, 1.5k, 20M."""
     for size, sign in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{sign}"
@@ -59,7 +61,7 @@ def nice(least: float) -> float:
 def histogram(
     counts: Sequence[int], names: Sequence[str], labels: Mapping[int, str], *, title: str, x_label: str, y_label: str
 ) -> Markup:
-    """Draw a bar chart with names as tooltips; `labels` maps bar numbers to the text below the bars' left edges."""
+    """Draw a bar chart with names as tooltips; `labels` maps the index of a bar to the text below its left edge."""
     most = nice(max([*counts, 1]) / TICKS) * TICKS
     width = (WIDTH - LEFT - RIGHT) / max(1, len(counts))
     parts = _axes(most, x_label, y_label)
@@ -99,7 +101,9 @@ def lines(
 
 
 def _value_places(points: Sequence[float]) -> list[float]:
-    """Return the y coordinates of labels at one x: above the topmost point, and below other points if there is room."""
+    """Return the y coordinates of the labels at one x. The top label is above its point, and others are below if there
+    is room.
+    """
     places, free = [0.0] * len(points), float("inf")
     for rank, at in reversed(list(enumerate(sorted(range(len(points)), key=lambda at: points[at])))):
         is_above = rank == 0 or points[at] + 17 > HEIGHT - BOTTOM - 4
@@ -108,7 +112,7 @@ def _value_places(points: Sequence[float]) -> list[float]:
 
 
 def _axes(most: float, x_label: str, y_label: str, *, percent: bool = False) -> list[Markup]:
-    """Return grid lines with their values, and the labels of the axes."""
+    """Return the grid lines with their values, and the axis labels."""
     parts = []
     for at in range(TICKS + 1):
         value, y = most * at / TICKS, HEIGHT - BOTTOM - PLOT_HEIGHT * at / TICKS
@@ -131,9 +135,7 @@ class Node(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A band from node `start` of a column to node `stop` of the next column; `arrives` is `amount` in the unit of
-    `stop`.
-    """
+    """A band from node `start` of a column to node `stop` of the next; `arrives` is `amount` in the unit of `stop`."""
 
     column: int
     start: int
@@ -143,11 +145,11 @@ class Link(NamedTuple):
 
 
 def flow(columns: Sequence[Sequence[Node]], links: Sequence[Link], *, title: str) -> Markup:
-    """Draw a flow chart: columns of nodes with heights proportional to their amounts, and bands between columns.
+    """Draw columns of nodes, with heights proportional to their amounts, and bands between the columns.
 
     Every unit, such as tokens, has its own scale.
     """
-    # All columns have the same width as the last column, whose labels are to the right of its nodes.
+    # All columns have equal widths, because the last column also has labels to the right of its nodes.
     step = FLOW_WIDTH / len(columns)
     labels = [[_label(node, step) for node in column] for column in columns]
     totals = [sum(node.amount for node in column) for column in columns]
@@ -160,7 +162,7 @@ def flow(columns: Sequence[Sequence[Node]], links: Sequence[Link], *, title: str
 
     heights = [[height(node.amount, node.unit) for node in column] for column in columns]
     tops = [_tops(*column) for column in zip(columns, heights, labels, strict=True)]
-    # For each node, the y coordinates at which the next band arrives and leaves.
+    # The y coordinates at which the next band of each node arrives and leaves.
     arriving, leaving = ([list(column) for column in tops] for _ in range(2))
     parts: list[Markup] = []
     for link in links:
@@ -221,7 +223,7 @@ def _label_height(label: Sequence[str]) -> float:
 
 
 def _tops(column: Sequence[Node], sizes: Sequence[float], labels: Sequence[Sequence[str]]) -> list[float]:
-    """Return the y coordinate of each node, such that nodes do not overlap the previous label."""
+    """Return the y coordinate of each node; nodes do not overlap the label of the previous node."""
     y, tops = 10.0, []
     for at, (node, size, label) in enumerate(zip(column, sizes, labels, strict=True)):
         y += GROUP_GAP if at and node.kind in ("lost", "added") and node.kind != column[at - 1].kind else 0

@@ -1,4 +1,4 @@
-"""Compare chatmill's rows with another library's rows for the same records: which tokens each library trains, and why.
+"""Compare the loss masks of chatmill and another library for the same records, and explain the differences.
 
     chatmill   <|im_start|> assistant \\n [Hi <|im_end|>] \\n
     peer       <|im_start|> assistant \\n [Hi <|im_end|> \\n]        after the end of an answer
@@ -24,7 +24,7 @@ Mask = NDArray[np.bool_]
 
 
 class Why(StrEnum):
-    """The reason why only one of the two libraries trains or writes a token, as shown to the user."""
+    """The reason why only one of the two libraries writes a token or includes it in the loss mask."""
 
     CUT = "cut off by max_length"
     DROPPED = "a record that TRL drops because max_length leaves no trained tokens"
@@ -32,7 +32,7 @@ class Why(StrEnum):
     REASONING_KEPT = "reasoning that the model's template leaves out and TRL's training template writes"
     TRAINING_TEMPLATE = "text that TRL's training template writes differently from the model's template"
     OTHER_IDS = "different tokens for an unknown reason"
-    END = "the end of an answer, which TRL does not train: the model does not learn to stop"
+    END = "the end of an answer, which TRL does not train on: the model does not learn to stop"
     ANSWER = "text of an answer outside the generation tags"
     CHARACTER = "the last bytes of a character at the end of generation tags, which transformers leaves out of the mask"
     REASONING = "reasoning of an answer outside the generation tags"
@@ -55,7 +55,7 @@ class Why(StrEnum):
 
 @dataclass(frozen=True)
 class PeerRow:
-    """A row that another library made from a record."""
+    """The row of a record in another library."""
 
     ids: Ids
     trained: Mask
@@ -65,9 +65,7 @@ class PeerRow:
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of tokens that both libraries, one library or neither trains; a token that is in both rows counts
-    once.
-    """
+    """Numbers of tokens in both loss masks, in one of them, or in neither. A token that is in both rows counts once."""
 
     both: int = 0
     only_chatmill: int = 0
@@ -100,7 +98,7 @@ class TokenDifference:
 
 
 class Outcome(StrEnum):
-    """How the two libraries' rows for one record compare."""
+    """How the rows of the two libraries compare, for one record."""
 
     EQUAL = "equal"
     MASK = "trained differently"
@@ -117,12 +115,12 @@ class RowComparison:
     counts: Counts
     differences: tuple[TokenDifference, ...]
     weighted: int
-    """Number of tokens that both libraries train and that have a weight other than 1 in chatmill."""
+    """Number of tokens that are in both loss masks but have a weight other than 1 in chatmill."""
 
 
 @dataclass(frozen=True)
 class Clues:
-    """Information about a record that its spans do not contain, used to find the reason for a difference."""
+    """Information that is not in the spans of a record, used to explain differences."""
 
     record: Record
     text: TokenText
@@ -167,15 +165,14 @@ def compare_row(row: Rows, peer: PeerRow, clues: Clues) -> RowComparison:
 
 
 def aligned(ours: Ids, theirs: Ids) -> Iterator[tuple[int, int, int, int, bool]]:
-    """Yield blocks (start, stop, peer_start, peer_stop, whether the ids are equal) that cover and align two rows."""
+    """Align two rows, and yield blocks (start, stop, peer_start, peer_stop, whether the ids are equal)."""
     size = min(len(ours), len(theirs))
     head = _equal_length(ours[:size], theirs[:size])
     tail = _equal_length(ours[head:][::-1][: size - head], theirs[head:][::-1][: size - head])
     if head:
         yield 0, head, 0, head, True
     middle = ours[head : len(ours) - tail].tolist(), theirs[head : len(theirs) - tail].tolist()
-    # With `autojunk`, the default, SequenceMatcher ignores ids that are frequent in a long row, which keeps its running
-    # time linear.
+    # By default, SequenceMatcher ignores ids that are frequent in a long row, which keeps its running time linear.
     for kind, start, stop, peer_start, peer_stop in SequenceMatcher(None, *middle).get_opcodes():
         yield start + head, stop + head, peer_start + head, peer_stop + head, kind == "equal"
     if tail:
@@ -197,14 +194,14 @@ def _never_first(trained: Mask) -> Mask:
 def _mask_differences(
     row: Rows, peer: PeerRow, start: int, peer_start: int, ours: Mask, theirs: Mask, clues: Clues
 ) -> Iterator[TokenDifference]:
-    """Yield runs of equal ids, within one span, that only one library trains or that the peer has truncated."""
+    """Yield runs of equal ids within one span that are in only one loss mask, or that the peer truncates."""
     gone = np.arange(peer_start, peer_start + len(ours)) >= peer.kept
     differs = (ours != theirs) | gone
     if not differs.any():
         return
     edges = row.span_start[(row.span_start > start) & (row.span_start < start + len(ours))] - start
     if gone.any():
-        # All truncated tokens have the same reason, so they are not split by span.
+        # Do not split truncated tokens by span, because all have the same reason.
         at = int(gone.argmax())
         edges = np.append(edges[edges < at], at)
     runs = mask_runs(differs, np.concatenate(([0], edges, [len(ours)])).astype(np.int64))
@@ -240,7 +237,7 @@ def _is_between(spans: Table, at: int) -> bool:
 
 
 def why_mask(span: np.void, *, across: bool = False) -> Why:
-    """Return the reason why only one library trains the tokens of this span of chatmill's row."""
+    """Return the reason why only one loss mask includes the tokens of this span."""
     role, part, rule = Role(span["role"]), Part(span["part"]), Rule(span["rule"])
     if rule in (Rule.FLAG, Rule.NOT_ANSWER):
         return Why.WEIGHT
@@ -286,6 +283,5 @@ def _why_ids(row: Rows, peer: PeerRow, ours: tuple[int, int], theirs: tuple[int,
 
 
 def _texts(message: Message) -> str:
-    """Return all texts of a message."""
     calls = [text for call in message.tool_calls for text in (call.name, call.arguments)]
     return "\n".join((message.content, message.reasoning, *calls))

@@ -1,4 +1,4 @@
-"""Summarize the comparison of many records with another library: counts, and an example of each reason."""
+"""Summarize the comparison of many records: counts, and an example of each reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ OTHER_REASONS = "other reasons"
 
 @dataclass(frozen=True)
 class TokenView:
-    """A token of an example: its text, whether it is trained, and whether it differs between the two rows."""
+    """A token of an example: its text, whether it is in the loss mask, and whether the two rows differ at this token.
+    """
 
     text: str
     trained: bool
@@ -36,8 +37,6 @@ class TokenView:
 
 @dataclass(frozen=True)
 class Example:
-    """A difference and the tokens around it."""
-
     place: str
     chatmill: tuple[TokenView, ...]
     peer: tuple[TokenView, ...]
@@ -54,10 +53,10 @@ class Reason:
 
 @dataclass
 class Refusals:
-    """Records that one library refuses for the same kind of reason."""
+    """Records that one library refuses for one kind of reason."""
 
     reason: str
-    """The reason why the first of these records was refused."""
+    """The reason for the first of these records."""
     place: str
     records: int = 0
 
@@ -76,7 +75,7 @@ class Comparison:
     reasons: dict[Why, Reason] = field(default_factory=dict)
     weighted: int = 0
     default: Counts = field(default_factory=Counts)
-    """The token counts in a comparison with TRL's default loss."""
+    """Token counts of the comparison with TRL's default loss."""
 
     @property
     def records(self) -> int:
@@ -87,7 +86,7 @@ class Comparison:
         return self.records == self.outcomes[Outcome.EQUAL] + self.refused["both"]
 
     def refuse(self, place: str, *, chatmill: tuple[str, str] | None, peer: tuple[str, str] | None) -> None:
-        """Add a record that one or both libraries refuse; a refusal is (kind of reason, reason)."""
+        """Add a record that one library or both refuse; a refusal is (kind of reason, reason)."""
         self.refused["both" if chatmill and peer else "chatmill" if chatmill else "TRL"] += 1
         for name, refusal in (("chatmill", chatmill), ("TRL", peer)):
             if refusal is not None:
@@ -115,7 +114,7 @@ class Comparison:
             self.default += result.counts if default is peer else compare_row(row, default, clues).counts
 
     def sorted_reasons(self) -> list[tuple[Why, Reason]]:
-        """Return the reasons, sorted by the number of tokens that are trained differently, in descending order."""
+        """Return the reasons, sorted by the number of tokens in only one loss mask, in descending order."""
 
         def key(item: tuple[Why, Reason]) -> tuple[int, int]:
             counts = item[1].counts
@@ -181,7 +180,7 @@ def _view(ids: Ids, trained: Mask, start: int, stop: int, text: TokenText) -> tu
 
 
 def example_lines(example: Example) -> Iterator[Text]:
-    """Return the location and, for each library, a line in which trained tokens are in brackets."""
+    """Yield the location and, for each library, a line in which trained tokens are in brackets."""
     yield Text(f"    {example.place}", style="dim")
     for name, views in (("chatmill", example.chatmill), ("TRL", example.peer)):
         yield Text(f"      {name:<9}").append_text(_line(views))
@@ -202,7 +201,7 @@ def _line(views: tuple[TokenView, ...]) -> Text:
 
 
 def outcome_lines(comparison: Comparison) -> Iterator[str]:
-    """Return lines with the number of records for each outcome, and with the reasons for refusals."""
+    """Yield lines with the number of records for each outcome, and with the reasons for refusals."""
     yield f"{comparison.records:,} records: " + ", ".join(
         [f"{comparison.outcomes[each]:,} {each.value}" for each in Outcome if comparison.outcomes[each]]
         + [f"{comparison.refused[name]:,} refused by {name}" for name in REFUSED if comparison.refused[name]]

@@ -1,7 +1,7 @@
 """Limit the number of connections to the viewer, and how long each connection may wait for its client.
 
-uvicorn closes connections that are idle after a response, but waits forever for the rest of a request or for a client
-that does not read the response.
+uvicorn closes idle connections after a response. It waits forever for the rest of a request, and for a client that does
+not read the response.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 128
-"""Maximum number of open connections; beyond it, the connection that has waited longest for a request is closed."""
+"""Maximum number of open connections; if there are more, the connection that has waited longest for its client is
+closed.
+"""
 ACCEPTED_AT_ONCE = 32
-"""Number of connections to accept before reading from them; less than MAX_CONNECTIONS, so that all are read."""
+"""Number of connections to accept before reading from them; must be below MAX_CONNECTIONS."""
 QUEUED = 1024
 """Number of connections that the operating system queues until they are accepted."""
 THREADS = 8
 """Number of responses that are computed concurrently."""
 CLIENT_SECONDS = 20.0
-"""Maximum time for a client to send a request, or to read enough of a response for writing to resume."""
+"""Maximum time in seconds for a client to send a request, or to read enough of a response for writing to resume."""
 
 
 class LimitedServer(uvicorn.Server):
-    """A server that accepts a few connections at a time and queues many more."""
+    """Accepts a few connections at a time, and queues many more."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(
@@ -75,7 +77,7 @@ class LimitedConnection(H11Protocol):
         self._stop_waiting_if_answering()
 
     def on_response_complete(self) -> None:
-        # Start the timer once per request; it is not restarted when another part of the request arrives.
+        # Start the timer once per request, not for every part of the request.
         self._wait_for_client()
         super().on_response_complete()
         self._stop_waiting_if_answering()

@@ -23,19 +23,19 @@ from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 @dataclass(frozen=True)
 class RecordPreview:
-    """A description of records that were rendered for viewing without preparing a dataset."""
+    """A description of records that are shown without preparing a dataset."""
 
     path: Place
     """The file or folder of records, or the recipe."""
     note: str
     """A sentence about which records were read and how they were rendered."""
     faults: tuple[str, ...]
-    """The errors for the first records that cannot be read."""
+    """Errors for the first few records that cannot be read."""
 
 
 @dataclass(frozen=True)
 class DatasetView:
-    """An open dataset or cache and the text of its tokens; `without_text` explains why text is not available."""
+    """An open dataset or cache, with the text of its tokens; `without_text` is the reason if there is no text."""
 
     dataset: Dataset
     text: TokenText
@@ -49,7 +49,7 @@ class DatasetView:
 
     @property
     def title(self) -> Place:
-        """The path to display; for a preview, the path of the records or the recipe."""
+        """The path to show; for a preview, the path of the records or the recipe."""
         return self.path if self.preview is None else self.preview.path
 
     @property
@@ -68,7 +68,7 @@ class DatasetView:
 
     @property
     def format_name(self) -> str | None:
-        """The chat format of the dataset: a preset's name, `template`, or None if the format is not recorded."""
+        """The chat format: a preset's name, `template`, or None if the dataset does not record it."""
         stored = self.dataset.meta.format if isinstance(self.dataset, PrimerCache) else None
         if stored is None and self.dataset.metadata is not None:
             stored = self.dataset.metadata.format.get("name")
@@ -81,7 +81,7 @@ class DatasetView:
 
     @property
     def unrolled(self) -> bool:
-        """Whether conversations were unrolled into one row per answer, so that file and line do not identify a row."""
+        """Whether conversations were unrolled into one row per answer; file and line then do not identify a row."""
         return bool(self.config.get("unroll"))
 
     @property
@@ -97,7 +97,7 @@ class DatasetView:
         return episodes.rows([episode])
 
     def shape_of(self, file: str) -> tuple[str | None, ShapeOptions]:
-        """Return the record shape that a file was read with, and the options of the shape."""
+        """Return the record shape of an input file, and the options of the shape."""
         for entry in self._sources(file):
             if "shape" in entry:
                 names = ("columns", "response_template", "instruction_template")
@@ -106,21 +106,21 @@ class DatasetView:
         return None, ShapeOptions()
 
     def train_on(self, file: str | None) -> TrainOn | None:
-        """Return the `train_on` that the records of a file were prepared with, or None if it is not recorded."""
+        """Return the `train_on` of an input file, or None if the dataset does not record it."""
         value = self.config.get("train_on")
         if "reweighed_from" not in self.config:
             value = next((entry.get("train_on") for entry in self._sources(file)), value)
         return value if value in get_args(TrainOn) else None
 
     def _sources(self, file: str | None) -> Iterator[Mapping[str, Any]]:
-        """Return the metadata of an input file: its shape, source and `train_on`."""
+        """Yield the metadata of an input file: its shape, source and `train_on`."""
         listed = self.config.get("sources")
         for entry in listed if isinstance(listed, list) else ():
             if isinstance(entry, dict) and entry.get("file") == file:
                 yield entry
 
     def split_named(self, split: str | None) -> tuple[str, Episodes]:
-        """Return the split with this name; without a name, the first split that has an episode."""
+        """Return the split with this name, by default the first split that has an episode."""
         if split is None:
             split = next((name for name in self.dataset.splits if len(self.dataset[name])), "train")
         return split, self.dataset[split]
@@ -135,9 +135,8 @@ def open_view(
 ) -> DatasetView:
     """Open a dataset, a cache, or a folder of datasets and caches, with the tokenizer that it was built with.
 
-    `tokenizer` must have the hash that the dataset records; by default, the tokenizer is searched for next to the
-    dataset. `token_dtype` is passed to `open_dataset`. `sources` are the names of the sources to open in a folder; the
-    default is all sources.
+    `tokenizer` must have the hash that the dataset records; by default, it is searched for next to the dataset.
+    `token_dtype` is passed to `open_dataset`. `sources` are the sources to open in a folder, by default all.
     """
     folder = place(path)
     if isinstance(folder, Path) and source_folders(folder):
@@ -147,15 +146,15 @@ def open_view(
     built_with, control, besides, name = tokenizer_metadata(dataset)
 
     def opened(spec: str | Path) -> Tokenizer:
-        # Add the tokens that the dataset added to its tokenizer, because they are part of the hash.
+        # Add the same tokens as the dataset, because they are part of the hash.
         return open_tokenizer(spec, control=control, besides=besides, add_tokens=True)
 
     if tokenizer is not None:
         given = opened(tokenizer)
         if built_with is not None and given.sha256 != built_with:
             raise DataError(
-                f"{folder}: built with tokenizer {built_with[:12]}…, {one_line(tokenizer, 300)} is "
-                f"{given.sha256[:12]}…; pass the tokenizer it was built with"
+                f"{folder}: was built with the tokenizer {built_with[:12]}…, but {one_line(tokenizer, 300)} is "
+                f"{given.sha256[:12]}…; pass the tokenizer that it was built with"
             )
         return DatasetView(dataset, TokenText(given), None)
     if built_with is None:
@@ -172,14 +171,14 @@ def open_view(
 
 
 def dataset_text(dataset: Place) -> TokenText:
-    """Return a decoder for a dataset's tokens, which shows token ids if the tokenizer is not found."""
+    """Return the text of a dataset's tokens, or token ids if the tokenizer is not found."""
     with suppress(ChatmillError):
         return open_view(dataset).text
     return TokenText(None)
 
 
 def _candidates(folder: Place, name: str | None) -> Iterator[str | Path]:
-    """Yield existing paths with this tokenizer name: in the dataset, next to it, or in the working directory."""
+    """Yield existing paths with this name: in the dataset, next to it, or in the current folder."""
     if name is None or name == "bytes":
         yield "bytes"
     elif Path(name).name == name:

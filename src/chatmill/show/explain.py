@@ -1,4 +1,4 @@
-"""Explain in one sentence why a token is trained or context, based on the rule of its span."""
+"""Explain in one sentence why a token is in the loss mask or is context, from the rule of its span."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ PARTS = {
     Part.BRACE: "the brace that closes the answer",
 }
 REASONS = {
-    Rule.HEADER: "the format never trains {part} of a turn",
+    Rule.HEADER: "the loss mask never includes {part} of a turn",
     Rule.GIVEN: "the mask came with the dataset and records no reason",
     Rule.UNFINISHED: "the answer is incomplete in this row, or follows an unclosed answer",
-    Rule.PAD: "padding is never trained",
+    Rule.PAD: "the loss mask never includes padding",
     Rule.INCOMPLETE_USER: "no complete user turn precedes this answer in its row",
     Rule.INJECTED: "the token is a copy that reopens a split turn, and only the original is trained",
     Rule.EARLIER_WINDOW: "the token is also in the previous row, and is trained there",
     Rule.PROMPT: "the token belongs to the prompt of a rollout",
-    Rule.ROLLOUT: "text that the model generated is context and is never trained",
+    Rule.ROLLOUT: "text that the model generated is always context",
     Rule.MATCHED: "the token belongs to a matched object, and the true value is the target",
     Rule.MISSED: "the token was missing from the rollout and has been appended",
     Rule.VALUES_OFF: "texts of appended entries are excluded from training",
@@ -65,7 +65,7 @@ class Explanation:
     id: int
     text: str
     target: int | None
-    """The target id, or None if it equals `id`."""
+    """The id to predict, or None if it is `id`."""
     target_text: str | None
     file: str | None
     line: int | None
@@ -77,7 +77,7 @@ class Explanation:
     role: str
     part: str
     name: str
-    """The name of the part, as displayed in the viewer."""
+    """The name of the part in the viewer."""
     weight: float
     rule: str
     reason: str
@@ -85,7 +85,7 @@ class Explanation:
 
 
 def explain_token(view: DatasetView, split: str, episode: int, token: int) -> Explanation:
-    """Explain one token of an episode: what it is, where it came from, and why it is trained or context."""
+    """Explain one token of an episode: its part, its origin, and the reason for its loss weight."""
     row = view.row(split, episode)
     if not 0 <= token < len(row.ids):
         right = f"expected 0 to {len(row.ids) - 1:,}" if len(row.ids) else "the episode is empty"
@@ -109,7 +109,7 @@ def explain_token(view: DatasetView, split: str, episode: int, token: int) -> Ex
         trained = f"is trained with weight {span.weight:g}" if span.weight != 1 else "is trained"
         if span.target is not None:
             trained += f' as "{view.text.token(span.target)}" (id {span.target})'
-    # The loss never crosses a segment boundary: the first token of a segment is not a target in any batch.
+    # The first token of a segment is never predicted, because the loss does not cross segment boundaries.
     never = "; however, no batch predicts the first token of a conversation"
     names = {name: value for name, value in span.to_json().items() if name not in ("start", "stop")}
     return Explanation(
@@ -143,10 +143,10 @@ def reason_for(span: SpanView, *, train_on: TrainOn | None) -> str:
     choice = "the train_on setting of the dataset" if train_on is None else f"train_on {train_on}"
     if train_on == "last" and span.role == Role.ASSISTANT:
         if span.weight > 0:
-            return f"the token is in the last answer, which {choice} trains"
-        return f"the token is not in the last answer, and {choice} trains only the last answer"
+            return f"the token is in the last answer, which {choice} selects"
+        return f"the token is not in the last answer, and {choice} selects only the last answer"
     if train_on == "last-exchange" and span.role == Role.ASSISTANT:
         if span.weight > 0:
-            return f"no user message follows this answer, and {choice} trains answers after the last user message"
-        return f"a user message follows this answer, and {choice} trains only answers after the last user message"
-    return f"{choice} {'trains' if span.weight > 0 else 'does not train'} {ROLES[span.role]}"
+            return f"no user message follows this answer, and {choice} selects answers after the last user message"
+        return f"a user message follows this answer, and {choice} selects only answers after the last user message"
+    return f"{choice} {'selects' if span.weight > 0 else 'does not select'} {ROLES[span.role]}"

@@ -1,4 +1,4 @@
-"""The index of a split for filters and search in the viewer; `index_build` builds the index once and caches it on disk.
+"""The index of a split for filters and search in the viewer; `index_build` builds it once and caches it on disk.
 
     columns.npy  a record for each episode: tokens, trained tokens, and a bit set each of sources, rules and roles
     text.bin     the folded text of all episodes, each followed by END
@@ -6,13 +6,10 @@
     grams.bin    for each block of the text a bit for every hashed run of four bytes that begins in it: a search reads
                  only blocks that have all runs of the query
 
-An index can be used while it is being built: filters cover the first `filtered` episodes, and search covers the first
-`searched` episodes.
+An index can be used while it is built. Filters cover the first `filtered` episodes, and search the first `searched`.
 
-SQLite FTS5 is not used because it is slower: with 100,000 episodes (33 MB of text, 2 ARM cores), a query of one
-character takes 150 to 240 ms instead of 9 ms, a query of two characters takes 140 to 305 ms instead of 95 ms, and
-building takes 2.7 to 8 times as long. The trigram tokenizer of FTS5 also ignores text after a NUL and requires SQLite
-3.34.
+SQLite FTS5 is slower. With 100,000 episodes (33 MB of text, 2 ARM cores), a query of one character takes 150 to 240 ms
+instead of 9 ms, and building takes 2.7 to 8 times as long. Its trigram tokenizer also ignores text after a NUL.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ READ = 1 << 20
 
 @dataclass(frozen=True)
 class Filter:
-    """A filter for episodes. An episode passes only if it has all values in each bit set; 0 and None do not filter."""
+    """A filter for episodes. An episode passes if it has all values of all bit sets; 0 and None do not filter."""
 
     roles: int = 0
     rules: int = 0
@@ -68,7 +65,7 @@ SORTS = {
     "highest_loss": Sort("loss", True),
     "lowest_loss": Sort("loss", False),
 }
-"""Sort orders of the list of episodes, besides dataset order. Episodes without a loss come last."""
+"""Sort orders of the list of episodes other than dataset order. Episodes without a loss come last."""
 
 
 class SearchHits(NamedTuple):
@@ -89,8 +86,8 @@ class SplitIndex:
         self.searched = 0
         """Number of episodes whose text is indexed."""
         self.error: str | None = None
-        # The builder increases `filtered` and `searched` only after filling these arrays, so that a search never reads
-        # an incomplete entry.
+        # The builder fills these arrays before it increases `filtered` and `searched`, so that a search never reads an
+        # incomplete entry.
         self.columns: NDArray[Any] = np.empty(0, dtype=COLUMNS)
         self.ends: Index = np.zeros(1, dtype=np.int64)
         self.text = -1
@@ -115,7 +112,7 @@ class SplitIndex:
         return kept
 
     def order(self, sort: str) -> NDArray[np.uint32]:
-        """Return all episodes in a sort order, with ties in dataset order; all columns must be indexed."""
+        """Return all episodes in a sort order; all columns must be indexed. Ties stay in dataset order."""
         column, descending = SORTS[sort]
         if column == "loss":
             if self.losses is None:
@@ -135,7 +132,7 @@ class SplitIndex:
         kept: NDArray[np.bool_] | None = None,
         seconds: float = 0.3,
     ) -> SearchHits:
-        """Search the episodes in this order; `start` is a position in the order.
+        """Search the episodes in this order, starting at position `start`.
 
         The text of all episodes must be indexed.
         """
@@ -153,7 +150,7 @@ class SplitIndex:
         return SearchHits(hits, len(order), ended=True)
 
     def _may_contain(self, query: bytes) -> NDArray[np.bool_]:
-        """Return, for each episode, whether the query may begin in one of the blocks of its text."""
+        """Return whether the query may begin in each episode."""
         blocks = offsets(self._candidates(query, 0, -(-int(self.ends[-1]) // BLOCK)).astype(np.int64))
         first, last = self.ends[:-1] // BLOCK, -(-self.ends[1:] // BLOCK)
         possible: NDArray[np.bool_] = blocks[last] > blocks[first]
@@ -162,7 +159,7 @@ class SplitIndex:
     def search(
         self, query: bytes, start: int, limit: int, *, kept: NDArray[np.bool_] | None = None, seconds: float = 0.3
     ) -> SearchHits:
-        """Return up to `limit` of the `kept` episodes, starting at `start`, that contain a folded query.
+        """Return up to `limit` of the `kept` episodes that contain a folded query, starting at `start`.
 
         The search stops after about `seconds`; continue it from `SearchHits.after`.
         """
@@ -173,7 +170,7 @@ class SplitIndex:
         if start >= searched:
             return SearchHits(hits, start, ended=True)
         for first, last in self._ranges(query, int(ends[start]), int(ends[searched])):
-            # Skip the rest of the last matching episode, which may extend into this range.
+            # Skip the rest of the last match's episode, which may extend into this range.
             at = max(first, int(ends[start]))
             text = os.pread(self.text, last + len(query) - 1 - at, at) if at < last else b""
             place = text.find(query)
@@ -185,7 +182,7 @@ class SplitIndex:
                     if len(hits) == limit:
                         return SearchHits(hits, start, ended=start >= searched)
                 place = text.find(query, int(ends[start]) - at)
-            # The next call continues at an episode, so at least one whole episode must have been searched.
+            # The next call starts at an episode, so search at least one whole episode.
             reached = max(start, int(np.searchsorted(ends, last, side="right")) - 1)
             if monotonic() > deadline and reached > begun:
                 return SearchHits(hits, reached, ended=reached >= searched)
@@ -231,7 +228,7 @@ def sources_of(episodes: Episodes) -> list[str]:
 
 
 def gram_hashes(text: bytes) -> Index:
-    """Return, for each run of four bytes, the number of the bit that represents it in a bit set."""
+    """Return the bit for each run of four bytes."""
     wide = np.frombuffer(text, dtype=np.uint8).astype(np.uint32)
     runs = wide[:-3] | wide[1:-2] << np.uint32(8) | wide[2:-1] << np.uint32(16) | wide[3:] << np.uint32(24)
     hashes: Index = (runs * np.uint32(0x9E3779B1) >> np.uint32(33 - BITS.bit_length())).astype(np.int64)

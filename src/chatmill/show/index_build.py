@@ -1,4 +1,4 @@
-"""Build the indexes of a dataset in a thread and cache them on disk; `index` describes the files of an index."""
+"""Build the indexes of a dataset in a thread, and cache them on disk; `index` describes the files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from chatmill.store.episodes import Episodes
 
 VERSION = 2
 CHUNK = 1 << 20
-"""Number of tokens read at a time while building; small, so that requests are not delayed."""
+"""Number of tokens to read at a time; small, so that building does not delay requests."""
 
 
 class IndexBuilder:
@@ -39,7 +39,6 @@ class IndexBuilder:
         self.indexes = {split: SplitIndex(len(view.dataset[split])) for split in view.dataset.splits}
 
     def start(self, *, delay: float = 0) -> None:
-        """Start the thread that builds the indexes after a delay of `delay` seconds."""
         self._delay = delay
         self._thread.start()
 
@@ -53,7 +52,7 @@ class IndexBuilder:
             self._thread.join()
 
     def folder(self, split: str) -> Path:
-        """Return the path of a split's cached index, named by a hash of everything that determines the index."""
+        """Return the path of a split's cached index; its name is a hash of everything that determines the index."""
         tokenizer = self._view.tokenizer
         key = [VERSION, DataSource("", self._view.dataset).sha256, split, tokenizer and tokenizer.sha256]
         return self._cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
@@ -73,7 +72,7 @@ class IndexBuilder:
     def _open_or_build(self, episodes: Episodes, index: SplitIndex, folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with folder.with_suffix(".lock").open("w") as lock:
-            # A second viewer of the same dataset waits until the first viewer has built the index, and then opens it.
+            # A second viewer of the dataset waits until the first has built the index.
             while True:
                 with suppress(OSError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,14 +87,14 @@ class IndexBuilder:
             building.mkdir()
             try:
                 if self._build(episodes, index, building):
-                    # Write this file last, so that its presence means that the index is complete.
+                    # Write this file last; an index that has it is complete.
                     (building / "index.json").write_text(json.dumps({"version": VERSION, "episodes": index.count}))
                     building.rename(folder)
             finally:
                 shutil.rmtree(building, ignore_errors=True)
 
     def _build(self, episodes: Episodes, index: SplitIndex, folder: Path) -> bool:
-        """Index the columns of all episodes, which is fast, and then their text; return False if stopped."""
+        """Index the columns of all episodes, then their text, which takes longer; return False if stopped."""
         index.columns = np.lib.format.open_memmap(folder / "columns.npy", "w+", COLUMNS, (index.count,))
         numbers = {name: number for number, name in enumerate(sources_of(episodes))}
         source_bits = np.array([*(source_bit(numbers[file.source]) for file in episodes.files), 0], dtype=np.uint64)
@@ -122,8 +121,8 @@ class IndexBuilder:
                 text_file.flush()
                 stop = index.searched + 1 + len(rows)
                 index.ends[index.searched + 1 : stop] = index.ends[index.searched] + start[1:]
-                # Set the bits of complete blocks; the last four-byte run of a block extends up to three bytes beyond
-                # the block.
+                # Set the bits of complete blocks; the last four-byte run of a block extends three bytes beyond the
+                # block.
                 tail += text
                 blocks = max(0, (len(tail) - GRAM + 1) // BLOCK)
                 if blocks:
@@ -137,7 +136,6 @@ class IndexBuilder:
 
 
 def _open(index: SplitIndex, folder: Path, *, has_text: bool) -> None:
-    """Open a cached index."""
     index.columns = _array(folder / "columns.npy", COLUMNS, index.count)
     if has_text:
         index.ends = _array(folder / "ends.npy", np.dtype("<i8"), index.count + 1)
@@ -170,7 +168,7 @@ def _gram_bits(text: bytes, blocks: int) -> NDArray[np.uint8]:
 def columns_of(rows: Rows, source_bits: NDArray[np.uint64]) -> NDArray[Any]:
     """Return the columns of each row.
 
-    `source_bits` has the bit of each file's source, and a last bit for rows without a file.
+    `source_bits` has an entry for each file, and a last entry for rows without a file.
     """
     spans, first = rows.spans, rows.first_span[rows.first_segment]
     trained = offsets(np.where(spans["weight"] > 0, spans["length"], 0).astype(np.int64))

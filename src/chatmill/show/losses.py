@@ -1,4 +1,4 @@
-"""The last loss that a run logged for each episode, from the files that training with --log_rows writes."""
+"""The last loss that a run logged for each episode, from the files that --log_rows writes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ EXPECTED = "a line with the losses of a step, as written by training with --log_
 
 
 def run_losses(folder: Path, view: DatasetView) -> NDArray[np.float32]:
-    """Return the loss of each training episode when the run last trained on it, or NaN if it was never trained.
+    """Return the last loss of each training episode, or NaN if the run did not train on it.
 
-    The loss of a packed episode is the mean over its conversations, weighted by the number of trained tokens. Steps
-    that were trained on other data are ignored.
+    The loss of a packed episode is the mean over its conversations, weighted by the number of trained tokens. Steps on
+    other data are ignored.
     """
     paths = sorted((folder / "rows").glob("rank_*.jsonl"))
     if not paths:
@@ -44,20 +44,20 @@ def run_losses(folder: Path, view: DatasetView) -> NDArray[np.float32]:
                 continue
             numbers = in_whole(trained_on, "train", episodes.astype(np.int64))
             if len(numbers) and not 0 <= numbers.min() <= numbers.max() < count:
-                raise DataError(f"{path}: step {step} has episode numbers that are not in the dataset; remove the line")
+                raise DataError(f"{path}: step {step} has episodes that are not in the dataset; remove the line")
             newer = numbers[last_step[numbers] < step]
             last_step[newer], total[newer], weight[newer] = step, 0, 0
             current = last_step[numbers] == step
             np.add.at(total, numbers[current], (losses * weights)[current])
             np.add.at(weight, numbers[current], weights[current])
     if all(each is None for each in sources.values()):
-        raise DataError(f"{folder}: was not trained on {view.path}; view the dataset that the run was trained on")
+        raise DataError(f"{folder}: the run did not train on {view.path}; view the dataset that it trained on")
     with np.errstate(invalid="ignore"):
         return np.where(weight > 0, total / weight, np.nan).astype(np.float32)
 
 
 def _sources(view: DatasetView, data: dict[str, Any]) -> tuple[DataSource, ...] | None:
-    """Return the sources that a run was trained on, if they belong to this dataset."""
+    """Return the sources of a run, or None if they do not belong to this dataset."""
     mix = data.get("mix_sft")
     config = LoadConfig(pad_token_id=0, mix_sft=mix, use_loss_mask=False, token_dtype=view.dataset.token_dtype)
     try:
@@ -69,7 +69,7 @@ def _sources(view: DatasetView, data: dict[str, Any]) -> tuple[DataSource, ...] 
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any], tuple[NDArray[Any], ...]]]:
-    """Yield the step, the description of the data, and the columns of each complete line."""
+    """Yield the step, the data and the columns of each complete line."""
     try:
         with open_plain(path) as file:
             for number, raw in enumerate(file, 1):

@@ -24,13 +24,13 @@ from chatmill.store.read import Dataset, is_dataset, open_dataset
 
 
 class MixedEpisodes(Episodes):
-    """The rows of one split of all sources, numbered consecutively over the sources as in training."""
+    """The rows of one split of all sources, numbered consecutively as in training."""
 
     def __init__(self, sources: Sequence[DataSource], split: str) -> None:
         self._parts = [source.dataset[split] for source in sources if split in source]
         names = [source.name for source in sources if split in source]
         files = [[File(name, file.path) for file in part.files] for name, part in zip(names, self._parts, strict=True)]
-        # Caches do not record the files of their rows, so use a file with the name of the source and without a path.
+        # Caches do not record files, so use a file with the source's name and an empty path.
         files = [own or [File(name, "")] for name, own in zip(names, files, strict=True)]
         shards = [shard for part in self._parts for shard in part.shards]
         super().__init__(self._parts[0].stored, shards, tuple(dict.fromkeys(file for own in files for file in own)))
@@ -57,7 +57,7 @@ class MixedEpisodes(Episodes):
         rows, known = self._parts[part].rows(numbers - self._part_start[part]), self._file_numbers[part]
         origins = rows.origins.copy()
         has_file = origins["file"] != NO_FILE
-        # If the source records its files, only padding has no file, so NO_FILE is kept.
+        # If the source records its files, NO_FILE means padding.
         only = known[0] if not self._parts[part].files else NO_FILE
         origins["file"] = np.where(has_file, known[np.where(has_file, origins["file"], 0)], only)
         return replace(rows, origins=origins, files=self.files)
@@ -94,16 +94,14 @@ class MixedDataset(Dataset):
 
 
 def source_folders(folder: Place) -> list[Path]:
-    """Return the datasets and caches directly inside a folder, by name; none if the folder itself is a dataset or a
-    cache.
-    """
+    """Return the datasets and caches directly inside a folder; none if the folder itself is a dataset or a cache."""
     if not isinstance(folder, Path) or not folder.is_dir() or is_cache(folder) or is_dataset(folder):
         return []
     return sorted(path for path in folder.iterdir() if path.is_dir() and (is_cache(path) or is_dataset(path)))
 
 
 def open_mixed(folder: Path, names: Sequence[str] | None = None, *, token_dtype: str | None = None) -> MixedDataset:
-    """Open the named sources (by default all) in a folder; raise `DataError` if their tokenizers differ."""
+    """Open sources in a folder, by default all; raise `DataError` if their tokenizers differ."""
     folders = {path.name: path for path in source_folders(folder)}
     if missing := [one_line(name) for name in names or () if name not in folders]:
         known = ", ".join(map(one_line, folders))
@@ -115,7 +113,7 @@ def open_mixed(folder: Path, names: Sequence[str] | None = None, *, token_dtype:
     )
     first = sources[0]
     for other in sources[1:]:
-        # Sources with the same tokenizer may have given different ids to the control tokens that they added.
+        # Sources with the same tokenizer may have added control tokens with different ids.
         if tokenizer_metadata(other.dataset)[:3] != tokenizer_metadata(first.dataset)[:3]:
             raise DataError(
                 f"{folder}: {one_line(other.name)} and {one_line(first.name)} have different tokens; "
@@ -127,7 +125,7 @@ def open_mixed(folder: Path, names: Sequence[str] | None = None, *, token_dtype:
 
 
 def tokenizer_metadata(dataset: Dataset) -> tuple[str | None, dict[str, str], tuple[str, ...], str | None]:
-    """Return the tokenizer's hash, control tokens by key, other added tokens, and name, as recorded in a dataset."""
+    """Return the tokenizer's hash, control tokens, other added tokens and name, as recorded in a dataset."""
     if isinstance(dataset, MixedDataset):
         return tokenizer_metadata(dataset.mixed[0].dataset)
     if isinstance(dataset, PrimerCache):

@@ -1,5 +1,4 @@
-"""Find near-duplicates of an episode with the MinHash signatures that `chatmill prepare` uses to remove
-near-duplicates.
+"""Find near-duplicates of an episode, with the MinHash signatures of `chatmill prepare`.
 
 Signatures are computed on the first request, for a limited number of episodes, and kept in memory.
 """
@@ -20,7 +19,7 @@ from chatmill.store.episodes import Episodes
 MAX_EPISODES = 20_000
 """Maximum number of episodes that an episode is compared with."""
 MAX_TOKENS = 1 << 24
-"""Maximum number of tokens in the compared episodes, exceeded by at most one chunk."""
+"""Maximum number of tokens in the compared episodes; one chunk may exceed it."""
 CHUNK = 1 << 20
 """Number of tokens read at a time."""
 MIN_SIMILARITY = 0.5
@@ -36,7 +35,7 @@ class NearDuplicate(NamedTuple):
 
 class NearDuplicates(NamedTuple):
     episodes: list[NearDuplicate]
-    """Episode numbers with their similarity, most similar first."""
+    """Episodes with their similarity, most similar first."""
     compared: int
     """Number of episodes that were compared, counted from the start of the split."""
 
@@ -70,7 +69,6 @@ class NearDuplicateFinder:
 
 
 def signatures_of(rows: Rows) -> NDArray[np.uint32]:
-    """Return the MinHash values of each row."""
     return minhash(*shingles(rows, np.arange(len(rows)), len(rows)))
 
 

@@ -1,4 +1,4 @@
-"""Show when episodes are trained: their positions in an epoch, their packed rows, and the rows of a training step."""
+"""Show the position of an episode in an epoch, its packed row, and the rows of a training step."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class OrderView:
     """The order of a dataset under a load config, for any seed and epoch."""
 
     def __init__(self, path: Place, config: LoadConfig, sources: Sequence[str] | None = None) -> None:
-        """`sources` are the datasets of a folder, mixed according to the config or, by default, with equal weights."""
-        # Override padding and the loss mask: some datasets lack them, and the order does not depend on them. Keep the
-        # last rows of an epoch even if the loader drops them, so that every episode has a row.
+        """`sources` are the datasets of a folder, mixed as in the config or, without a mix, with equal weights."""
+        # Override padding and the loss mask, which some datasets lack and the order does not depend on. Keep an
+        # incomplete last batch, so that every episode has a row.
         self.config = replace(config, pad_token_id=0, use_loss_mask=False, epoch_drop_last=False)
         if sources is None:
             self.config = replace(self.config, mix_sft=None, mix_epochs=None)
@@ -50,7 +50,7 @@ class OrderView:
         return LoadPlan(sources, config, split)
 
     def page(self, split: str, *, seed: int, epoch: int, start: int, limit: int) -> dict[str, Any]:
-        """Return the episodes at some positions of an epoch; `length` is None if the order is infinite."""
+        """Return a page of an epoch's episodes; `length` is None if the order is infinite."""
         plan = self.plan(split, seed)
         length = plan.order.length
         stop = start + limit if length is None else min(start + limit, length)
@@ -58,7 +58,7 @@ class OrderView:
         return {**_order(plan, seed, epoch), "length": length, "start": start, "episodes": episodes}
 
     def find(self, split: str, episode: int, *, seed: int, epoch: int) -> dict[str, Any]:
-        """Return the position of an episode in an epoch, its neighbors, its window, and its row in the window."""
+        """Return the position, the neighbors, the window and the row of an episode in an epoch."""
         plan = self.plan(split, seed)
         position = plan.order.find(epoch, plan.ordinal(episode))
         window, row, row_episodes = position // WINDOW, position % WINDOW, [episode]
@@ -82,7 +82,7 @@ def _order(plan: LoadPlan, seed: int, epoch: int) -> dict[str, Any]:
 
 
 def _packed_row(plan: LoadPlan, episode: int, epoch: int, window: int) -> tuple[int, list[int]]:
-    """Return the row of a window into which an episode is packed, and all episodes of the row."""
+    """Return the index of an episode's row in a window, and all episodes of the row."""
     for step in plan.steps(Cursor(epoch=epoch, window=window)):
         places = np.flatnonzero(step.episodes == episode)
         if len(places):
@@ -106,7 +106,7 @@ def audit_logs(places: Sequence[Path]) -> list[Path]:
 
 
 def timeline(log: Path) -> list[dict[str, Any]]:
-    """Return all lines of a log in order; `abandoned` marks lines that were discarded when a run was resumed."""
+    """Return all lines of a log; `abandoned` marks lines that a resumed run abandoned."""
     lines: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}
     for number, line in enumerate(read_log(log), 1):
@@ -125,10 +125,10 @@ def timeline(log: Path) -> list[dict[str, Any]]:
 
 
 def rows_at(log: Path, step: int, dataset: Place, sources: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the episodes in each row of a step, read from the dataset; `line` is the log line with their digest.
+    """Return the episodes in each row of a step; `line` is the number of the log line with their digest.
 
-    Episode numbers refer to the whole dataset, even if the run mixed several sources of it. `sources` are the names of
-    the datasets in a folder, whose episodes are numbered consecutively.
+    Episodes are numbered in the whole dataset, even if the run mixed some of its sources. `sources` are the datasets of
+    a folder; their episodes are numbered consecutively.
     """
     replayed = replay_step(log, step, dataset)
     mixed = tuple(source.name for source in replayed.plan.sources)
@@ -141,9 +141,9 @@ def rows_at(log: Path, step: int, dataset: Place, sources: Sequence[str] | None 
 
 
 def in_whole(sources: Sequence[DataSource], split: str, episodes: Index) -> Index:
-    """Convert episode numbers within some sources of a dataset to episode numbers in the whole dataset.
+    """Convert episode indices in some sources of a dataset to indices in the whole dataset.
 
-    If the sources are whole datasets, the numbers are returned unchanged.
+    If the sources are whole datasets, the indices do not change.
     """
     whole = sources[0].dataset.whole
     if whole is None:
@@ -165,7 +165,7 @@ def _starts(shards: Sequence[Shard]) -> Index:
 
 
 class ReplayedRow(NamedTuple):
-    """A row without its padding; `mask` marks the tokens that are predicted."""
+    """A row without padding; `mask` marks the tokens that are predicted."""
 
     episodes: list[int]
     origins: list[str]
@@ -176,7 +176,7 @@ class ReplayedRow(NamedTuple):
 
 
 def replayed_rows(replayed: ReplayedStep, tokenizer: Tokenizer | None) -> Iterator[ReplayedRow]:
-    """Return the rows of a step, with their text if the tokenizer is known."""
+    """Yield the rows of a step, with their text if the tokenizer is known."""
     batch = replayed.batch
     from_end = segments_from_end(batch.episode_ids)
     for number in range(replayed.step.num_rows):
@@ -184,7 +184,7 @@ def replayed_rows(replayed: ReplayedStep, tokenizer: Tokenizer | None) -> Iterat
         real = batch.segments[number] < len(episodes)
         ids, segments = batch.x[number][real].tolist(), batch.segments[number][real].tolist()
         mask = [0, *batch.loss_mask[number][real].astype(int).tolist()]
-        # A full row has one token more than x; the id of this token is known only if it is predicted.
+        # A full row has one token more than x. The id of the last token is known only if it is predicted.
         if real.all() and mask[-1]:
             ids.append(int(batch.y[number][-1]))
             segments.append(segments[-1])
@@ -194,7 +194,7 @@ def replayed_rows(replayed: ReplayedStep, tokenizer: Tokenizer | None) -> Iterat
 
 
 def _origin(plan: LoadPlan, episode: int, segment: int) -> str:
-    """Return the source file and line from which a segment of an episode was rendered."""
+    """Return the source, file and line of a segment."""
     origin = conversation(plan.sources, plan.split, episode, segment)
     assert origin is not None
     name = f"{one_line(origin.source.name)} " if origin.source.name else ""
@@ -202,11 +202,11 @@ def _origin(plan: LoadPlan, episode: int, segment: int) -> str:
 
 
 def replay_tokenizer(plan: LoadPlan, spec: str | None) -> Tokenizer | None:
-    """Return the tokenizer `spec`; without `spec`, return `bytes` if the rows were made with it, otherwise None."""
+    """Return the tokenizer `spec`; without `spec`, return `bytes` if the dataset was built with it, otherwise None."""
     source = plan.sources[0]
     built_with, control, besides, name = tokenizer_metadata(source.dataset)
     if built_with is None:
-        # Another program wrote the dataset without recording a tokenizer, so the tokenizer cannot be checked.
+        # The dataset does not record a tokenizer, so `spec` cannot be checked.
         return None if spec is None else open_tokenizer(spec)
     if spec is None and name not in (None, "bytes"):
         return None
@@ -215,7 +215,8 @@ def replay_tokenizer(plan: LoadPlan, spec: str | None) -> Tokenizer | None:
         return opened
     if spec is not None:
         raise UsageError(
-            f"{source.path}: was not made with the tokenizer {one_line(spec)}; pass the tokenizer that it was made with"
+            f"{source.path}: was not built with the tokenizer {one_line(spec)}; "
+            "pass the tokenizer that it was built with"
         )
     return None
 
@@ -228,14 +229,14 @@ def step_previews(
     mix_sft: Mapping[str, float] | None,
     token_dtype: str | None = None,
 ) -> list[tuple[str | None, str]]:
-    """Return the origin (file:line, or None if it is unknown) and the first words of some conversations of a step.
+    """Return the origin (file:line or None) and the first words of some conversations of a step.
 
-    `places` has, for each conversation, its episode number in the run and its segment number, counted from the end.
+    `places` are pairs of an episode and a segment, which counts from the end: -1 is the last.
     """
     sources, _ = open_sources(dataset, LoadConfig(pad_token_id=0, mix_sft=mix_sft, token_dtype=token_dtype))
     if (own := datasets_hash(sources)) != sha256:
         raise DataError(
-            f"{dataset}: has the hash {own[:12]}…, but the step was trained on data with the hash {sha256[:12]}…; "
+            f"{dataset}: has the hash {own[:12]}…, but the run's data has the hash {sha256[:12]}…; "
             "pass the right dataset with --dataset"
         )
     texts = {source.path: dataset_text(source.path) for source in sources}

@@ -27,13 +27,12 @@ SAMPLE_TOKENS = 400
 """Maximum number of tokens displayed for a sample."""
 BARS = 40
 MAX_NODES = 8
-"""Maximum number of reasons in one column of the flow chart; the smallest reasons are combined into one node."""
+"""Maximum number of nodes for reasons in one column of the flow chart; the smallest reasons share a node."""
 OUTSIDE = "outside messages"
-"""The name for tokens outside of messages, such as tool definitions, other template text, and padding."""
+"""The name for tokens outside messages, such as template text and padding."""
 
 
 def dataset_page(path: Place, *, version: str) -> str:
-    """Return the HTML report on the dataset at a path."""
     view = open_view(path)
     names = [name for name in view.dataset.splits if len(view.dataset[name])]
     splits = [split_stats(view.dataset[name], name, block_sizes=BLOCK_SIZES) for name in names]
@@ -46,7 +45,7 @@ def report_html(view: DatasetView, splits: Sequence[SplitStats], *, version: str
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["visible"] = visible
-    # Most samples are from the first split; each other split contributes a few samples.
+    # Most samples are from the first split; each other split has a few.
     few = 4
     samples = [SAMPLES - few * (len(splits) - 1), *[few] * (len(splits) - 1)]
     return environment.from_string(page).render(
@@ -79,7 +78,7 @@ def report_html(view: DatasetView, splits: Sequence[SplitStats], *, version: str
 
 
 def _lengths(stats: SplitStats) -> Markup:
-    """Draw a histogram of row lengths: bars of equal width for 99.5% of the rows, and one bar for longer rows."""
+    """Draw a histogram of row lengths; one bar counts all rows that are much longer than most."""
     width = max(1, int(nice(stats.quantile(0.995) / BARS)))
     bars = stats.quantile(1.0) // width + 1
     bars = bars if bars <= BARS + 5 else BARS
@@ -91,14 +90,14 @@ def _lengths(stats: SplitStats) -> Markup:
     if longer := int(padded[bars * width :].sum()):
         counts, names = [*counts, 0, 0, longer], [*names, "", "", f"{bars * width:,} or more tokens"]
         labels[bars + 2] = "more"
-    title = f"How long the rows of {stats.split} are"
-    return histogram(counts, names, labels, title=title, x_label="tokens of a row", y_label="rows")
+    title = f"Row lengths in {stats.split}"
+    return histogram(counts, names, labels, title=title, x_label="tokens per row", y_label="rows")
 
 
 def _shares(stats: SplitStats) -> Markup:
     names = [f"{at * 100 // SHARES} to {(at + 1) * 100 // SHARES}%" for at in range(SHARES)]
     labels = {at: f"{at * 100 // SHARES}%" for at in range(0, SHARES + 1, 4)}
-    title = f"How much of each row of {stats.split} is trained"
+    title = f"Trained share of the rows in {stats.split}"
     counts = stats.share_counts.tolist()
     return histogram(counts, names, labels, title=title, x_label="trained share of a row", y_label="rows")
 
@@ -110,13 +109,13 @@ def _fills(stats: SplitStats) -> Markup:
             ("one episode per row", "alone", [fill.alone for fill in stats.fills]),
         ],
         [f"{fill.block_size:,}" for fill in stats.fills],
-        title=f"How full rows of {stats.split} are at each block size",
+        title=f"Share of tokens that are not padding in {stats.split}, by block size",
         x_label="block size",
     )
 
 
 def _flow(ledger: Ledger | None, splits: Sequence[SplitStats]) -> Markup:
-    """Draw a flow chart from records to trained tokens; without a ledger, the chart starts at stored tokens."""
+    """Draw the flow from records to trained tokens; without a ledger, the chart starts at stored tokens."""
     roles: dict[str, int] = {}
     for stats in splits:
         for name, count in stats.roles.items():
@@ -148,7 +147,7 @@ def _flow(ledger: Ledger | None, splits: Sequence[SplitStats]) -> Markup:
 
 
 def _nodes(ledger: Ledger, buckets: Sequence[str], column: str, unit: str, *, kind: str = "lost") -> list[Node]:
-    """Return a node for each of the MAX_NODES largest reasons, and one node for all other reasons."""
+    """Return a node for each reason; if there are more than MAX_NODES, the smallest reasons share the last node."""
     nodes = [
         Node(f"{bucket}: {one_line(reason.replace('_', ' '), 80)}" if reason else bucket, amount, unit, kind)
         for bucket, reason, entry in ledger
@@ -163,7 +162,7 @@ def _nodes(ledger: Ledger, buckets: Sequence[str], column: str, unit: str, *, ki
 
 
 def _links(column: int, one: Sequence[Node], other: Sequence[Node]) -> list[Link]:
-    """Connect nodes in order from the top, because the ledger records only totals, not how much each node loses."""
+    """Connect nodes in order from the top, because the ledger records only totals."""
     links, left, right = [], [node.amount for node in one], [node.amount for node in other]
     start = stop = 0
     while start < len(left) and stop < len(right):
@@ -183,12 +182,12 @@ def _links(column: int, one: Sequence[Node], other: Sequence[Node]) -> list[Link
 
 
 def _spread(rows: int, count: int) -> list[int]:
-    """Return `count` row numbers, evenly spaced from the first to the last."""
+    """Return `count` row indices, evenly spaced from the first to the last."""
     return sorted({int(at) for at in np.linspace(0, rows - 1, min(count, rows))}) if rows else []
 
 
 def _sample(view: DatasetView, split: str, number: int) -> dict[str, Any]:
-    """Return an episode with its turns, spans and tokens, truncated to the number of tokens displayed."""
+    """Return the turns, spans and first tokens of an episode."""
     row = view.row(split, number)
     parts: list[dict[str, Any]] = []
     left = SAMPLE_TOKENS

@@ -1,4 +1,4 @@
-"""The turns and segments of one row, with their origins and trained tokens, read from its spans."""
+"""The turns and segments of a row, with their origins and trained tokens."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ NOTES = {
     Rule.EARLIER_ROW: "trained in an earlier row",
     Rule.RANGE: "partly weighted by train_ranges",
 }
-"""Notes to show next to a turn with spans of these rules."""
+"""Notes for turns that have spans with these rules."""
 
 TOOL_DEFINITION = re.compile(
     r'"(?:parameters|input_schema)"\s*:|"type"\s*:\s*"function"|namespace functions\b|\bdeclaration:\w|<parameters>'
 )
-"""Pattern that matches tool definitions of published chat templates: JSON Schema, TypeScript, Gemma's notation, XML."""
+"""Matches the tool definitions of published chat templates, in JSON Schema, TypeScript, Gemma's notation or XML."""
 
 ROLES, PARTS, RULES = ({each.value: each.name.lower() for each in kind} for kind in (Role, Part, Rule))
-"""The names of span codes, as written to JSON."""
+"""The names of roles, parts and rules in JSON."""
 
 
 def trained_tokens(row: Rows) -> int:
@@ -60,7 +60,7 @@ def origin_of(row: Rows, segment: int) -> Origin:
     if file == NO_FILE or int(file) >= len(row.files):
         return Origin(None, None, None)
     path, source = row.files[file].path, row.files[file].source
-    # A source without recorded files, such as a cache in a mix, has one file without a path.
+    # A source that records no files, such as a cache in a mix, has one file with an empty path.
     return Origin(path, line, source) if path else Origin(None, None, source)
 
 
@@ -71,7 +71,9 @@ def segment_json(row: Rows, segment: int) -> dict[str, Any]:
 
 
 def place_name(row: Rows, segment: int | None = None, *, unrolled: bool = False, limit: int = 200) -> str:
-    """Return a segment's file:line, with its last message if `unrolled`, or the number of segments of a packed row."""
+    """Return the file:line of a segment, or the number of segments of a packed row. With `unrolled`, add the last
+    message.
+    """
     if segment is None and len(row.origins) != 1:
         return f"{len(row.origins)} segments"
     file, line, _ = origin_of(row, segment or 0)
@@ -81,14 +83,13 @@ def place_name(row: Rows, segment: int | None = None, *, unrolled: bool = False,
 
 
 def last_message(row: Rows, segment: int = 0) -> int | None:
-    """Return the number of the last message of a segment, which in an unrolled row is the trained answer."""
+    """Return the index of the last message of a segment; in an unrolled row, this is the trained answer."""
     message = row.spans["message"][row.first_span[segment] : row.first_span[segment + 1]]
     message = message[message != NO_MESSAGE]
     return int(message.max()) if len(message) else None
 
 
 def row_title(rows: Rows, row: int, *, unrolled: bool = False) -> str:
-    """Return a row's origin, length and number of trained tokens as text."""
     one = rows[row : row + 1]
     place = place_name(one, 0, unrolled=unrolled, limit=80)
     return f"{place}  {len(one.ids)} tokens, {trained_tokens(one)} trained"
@@ -104,7 +105,7 @@ def is_padding(row: Rows, segment: int) -> bool:
 
 @dataclass(frozen=True)
 class SpanView:
-    """One span: tokens [start, stop) of a row. `target` is the target id, or None if each token is its own target."""
+    """Tokens [start, stop) of a row. `target` is the id to predict, or None if the tokens predict themselves."""
 
     start: int
     stop: int
@@ -141,7 +142,7 @@ def span_views(row: Rows, first: int = 0, last: int | None = None) -> Iterator[S
 
 
 def row_json(row: Rows) -> dict[str, Any]:
-    """Return one row as JSON values: its segments, ids, labels, weights and spans."""
+    """Return one row as JSON values."""
     return {
         "segments": [segment_json(row, segment) for segment in range(len(row.origins))],
         "ids": row.ids.tolist(),
@@ -152,7 +153,7 @@ def row_json(row: Rows) -> dict[str, Any]:
 
 
 def _spans_json(row: Rows) -> Iterator[dict[str, Any]]:
-    """Return the same spans as `span_views`, but from whole columns, which is faster for many rows."""
+    """Yield the same spans as `span_views`, but faster."""
     names = ("role", "part", "rule", "message", "weight", "target")
     columns = [row.spans[name].tolist() for name in names]
     starts = row.span_start.tolist()
@@ -186,7 +187,7 @@ class MessageTurn:
     trained: int
     notes: tuple[str, ...]
     missing: tuple[int, int] | None
-    """The first and last of the preceding messages that are missing because the row was truncated."""
+    """The first and last of the messages before this turn that are missing because the row was truncated."""
 
 
 def turns(row: Rows, segment: int) -> Iterator[MessageTurn]:
@@ -217,7 +218,7 @@ def turns(row: Rows, segment: int) -> Iterator[MessageTurn]:
 
 
 def turn_name(row: Rows, turn: MessageTurn, text: TokenText) -> str:
-    """Return the role and number of a message, or a description of tokens that belong to no message."""
+    """Return the role and index of a message, or a description of tokens outside messages."""
     role, number = turn.role.name.lower(), "" if turn.message is None else f" {turn.message}"
     if turn.role != Role.NONE and turn.message is not None:
         return role + number
@@ -232,14 +233,14 @@ def turn_name(row: Rows, turn: MessageTurn, text: TokenText) -> str:
 
 
 def part_name(row: Rows, span: SpanView, text: TokenText) -> str:
-    """Return the name of the part that a span belongs to; tool definitions are recognized by their text."""
+    """Return the name of a span's part; tool definitions are recognized by their text."""
     if not _defines_tools(row, span, text):
         return PARTS[span.part].replace("_", " ")
     return "tool definitions" if span.message is None or span.part != Part.CONTENT else "content and tool definitions"
 
 
 def _defines_tools(row: Rows, span: SpanView, text: TokenText) -> bool:
-    """Return whether the text of a span defines tools, which templates write before, after or into a message."""
+    """Templates write tool definitions before, after or into a message."""
     is_candidate = span.role in (Role.SYSTEM, Role.NONE) or (span.role == Role.USER and span.rule == Rule.HEADER)
     if not is_candidate or span.stop - span.start < 8:
         return False
@@ -247,7 +248,7 @@ def _defines_tools(row: Rows, span: SpanView, text: TokenText) -> bool:
 
 
 def preview(row: Rows, text: TokenText, limit: int = 80) -> str:
-    """Return the beginning of the first user message or, without a user message, of any text, in one line."""
+    """Return the beginning of the first user message, or of other text if there is none, in one line."""
     spans = row.spans
     is_text = np.isin(spans["part"], (Part.CONTENT, Part.PREFIX, Part.VALUE))
     for chosen in (is_text & (spans["role"] == Role.USER), is_text, np.ones(len(spans), dtype=np.bool_)):

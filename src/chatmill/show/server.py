@@ -1,6 +1,6 @@
 """The viewer's HTTP server.
 
-The server listens only on this machine and is read-only. The server requires the extra `view`.
+The server is read-only, and accepts connections only from this machine. It requires the extra `view`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from chatmill.show.viewer import PAGE, Viewer
 
 HOST = "127.0.0.1"
 INDEX_DELAY = 0.5
-"""Delay in seconds before the index is built, so that building does not slow down the first page."""
+"""Delay in seconds before the index is built, to keep the first page fast."""
 HOST_NAMES = {"127.0.0.1", "localhost", "[::1]"}
 """Accepted host names, on any port because a tunnel may use another port.
 
-A request with any other host name may be a DNS rebinding attack, in which another site's name resolves to this machine.
+A request with any other host name may be a DNS rebinding attack.
 """
 HEADERS = {
     # Forbid external resources and inline scripts, and do not let other sites embed the page.
@@ -47,11 +47,11 @@ HEADERS = {
 }
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_QUERY = 1000
-"""Maximum number of characters of a text in a query."""
+"""Maximum length of a text parameter in characters."""
 FILTERS = {"role": list, "rule": list, "source": "", "least": int, "most": int, "share_from": float, "share_to": float}
 """Query parameters that filter episodes, with their types or defaults."""
 NUMBER = re.compile(r"[-+]?[0-9.]{1,18}(e[-+]?[0-9]{1,3})?", re.IGNORECASE)
-"""Numbers in a query. Unlike Python's `int`, the pattern rejects very long numbers, `1_0` and non-ASCII digits."""
+"""Matches numbers in a query. Unlike Python's `int`, it rejects very long numbers, `1_0` and non-ASCII digits."""
 Endpoint = Callable[[Request], Response]
 
 
@@ -76,7 +76,7 @@ def serve(viewer: Viewer, *, port: int, ready: Callable[[str], None]) -> None:
             ) from None
         server = LimitedServer(application(viewer))
         listening.listen(QUEUED)
-        # From now on, the operating system queues connections until the server accepts them.
+        # From here on, the operating system queues connections until the server accepts them.
         ready(f"http://{HOST}:{listening.getsockname()[1]}/")
         viewer.builder.start(delay=INDEX_DELAY)
         try:
@@ -86,7 +86,6 @@ def serve(viewer: Viewer, *, port: int, ready: Callable[[str], None]) -> None:
 
 
 def application(viewer: Viewer) -> ASGIApp:
-    """Return the application that serves the page and its JSON API."""
     folder = resources.files("chatmill.show") / "page"
     files = {file.name: file.read_bytes() for file in folder.iterdir() if Path(file.name).suffix in MEDIA_TYPES}
 
@@ -117,7 +116,7 @@ def application(viewer: Viewer) -> ASGIApp:
 
 
 def _guarded(app: ASGIApp) -> ASGIApp:
-    """Refuse requests that the page never sends, and set headers that forbid everything the page does not need."""
+    """Refuse requests that the page never sends, and add `HEADERS` to responses."""
     headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,7 +142,7 @@ def _refusal(request: Request) -> Response | None:
         origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower())
     )
     if is_foreign and request.scope["path"].startswith("/api/"):
-        return _json({"error": "requests from pages of other sites are refused"}, 403)
+        return _json({"error": "requests from other sites are refused"}, 403)
     return None
 
 
@@ -154,10 +153,10 @@ def _json(value: Mapping[str, Any], status: int = 200) -> Response:
 def _call(method: Callable[..., dict[str, Any]], **parameters: Any) -> Endpoint:
     """Return an endpoint that calls a method with path and query parameters.
 
-    `parameters` maps each query parameter to its default value or type.
+    `parameters` maps query parameters to their default values or types.
     """
 
-    # Starlette runs a function that is not a coroutine in a thread, so that a slow response does not delay others.
+    # Starlette runs this function in a thread, because it is not a coroutine, so a slow response does not delay others.
     def endpoint(request: Request) -> Response:
         try:
             query = {name: _parameter(request, name, default) for name, default in parameters.items()}

@@ -1,4 +1,4 @@
-"""Read the record of a segment from its file again, and check whether the record has changed."""
+"""Read the record of a segment from its file, and check whether the record has changed."""
 
 from __future__ import annotations
 
@@ -33,18 +33,16 @@ MULTILINE_SHAPES = ("oasst1", "transcript-stream")
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """A record that was read again from its file."""
-
     name: str
     line: int
     raw: bytes
     as_read: bool
-    """Whether `raw` is the parsed record, because the file does not have one line per record."""
+    """Whether `raw` is the parsed record instead of a line of the file."""
     same: bool | None
-    """Whether the record still has the hash that the dataset stores; None if the hash is unknown."""
+    """Whether the record still has the hash in the dataset; None if the hash is unknown."""
 
     def for_display(self) -> dict[str, Any]:
-        """Return the escaped text, indented if it is JSON, with flags for the viewer's page."""
+        """Return the escaped text, indented if it is JSON, and flags for the viewer's page."""
         text = self.raw.rstrip(b"\r\n").decode("utf-8", "backslashreplace")
         with suppress(ValueError, RecursionError):
             text = json.dumps(json.loads(self.raw), indent=2, ensure_ascii=False)
@@ -54,7 +52,7 @@ class SourceRecord:
         return {"text": shown, "as_read": self.as_read, "same": self.same, "cut": cut}
 
     def for_export(self) -> str:
-        """Return the record as one line of JSON, complete and not escaped; raise `DataError` if it has changed."""
+        """Return the record as one line of JSON, not escaped; raise `DataError` if it has changed."""
         if self.same is False:
             raise DataError(f"{self.name}:{self.line}: has changed since the dataset was prepared; prepare it again")
         try:
@@ -72,7 +70,7 @@ def source_record(
     key: Sequence[int],
     folders: Sequence[Path],
 ) -> SourceRecord:
-    """Return the record at a line of a file in one of these folders; raise `DataError` if it cannot be read."""
+    """Return the record at a line of a file, which is searched for in these folders."""
     raw, records, has_lines = _raw_record(name, line, shape, options, folders)
     wanted = np.array(key, dtype="<u8").tobytes()
     same = wanted in map(record_key, records) if records and any(wanted) else None
@@ -82,7 +80,7 @@ def source_record(
 def _raw_record(
     name: str, line: int, shape: str | None, options: ShapeOptions | None, folders: Sequence[Path]
 ) -> tuple[bytes, list[Record], bool]:
-    """Return the bytes of a record, the parsed record, and whether the bytes are one line of the file."""
+    """Return the bytes of a record, the parsed records, and whether the bytes are one line of the file."""
     path, options = _file(name, folders), options or ShapeOptions()
     has_lines = kind(path) in LINE_SUFFIXES and shape not in MULTILINE_SHAPES
     try:
@@ -152,7 +150,9 @@ def _line(path: Path, line: int) -> tuple[bytes, int | None]:
 
 @lru_cache(maxsize=16)
 def _line_offsets(path: Path, size: int, changed: int) -> NDArray[np.int64]:
-    """Return the offset of every STEP-th line of a file; the result is cached until the file changes."""
+    """Return the offset of every STEP-th line of a file. `size` and `changed` make the cached result invalid if the
+    file changes.
+    """
     offsets, lines, before = [np.zeros(1, dtype=np.int64)], 0, 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):

@@ -43,7 +43,7 @@ class LongRow:
 
 @dataclass(frozen=True)
 class RowFill:
-    """The share of tokens that are not padding, for one block size: with one episode per row, and with packing."""
+    """The share of tokens that are not padding at one block size, with one episode per row and with packing."""
 
     block_size: int
     alone: float
@@ -51,7 +51,7 @@ class RowFill:
     rows: int
     """Number of rows after packing."""
     cut: int
-    """Number of episodes that are longer than a row and are truncated at the start."""
+    """Number of episodes that are longer than a row; their start is truncated."""
 
 
 @dataclass
@@ -69,9 +69,9 @@ class SplitStats:
     rules: dict[str, TokenCount] = field(default_factory=dict)
     sources: dict[str, TokenCount] = field(default_factory=dict)
     length_counts: Index = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
-    """The numbers of rows with 0, 1, 2, … tokens."""
+    """Numbers of rows with 0, 1, 2, … tokens."""
     share_counts: Index = field(default_factory=lambda: np.zeros(SHARES, dtype=np.int64))
-    """The numbers of rows with a trained share from 0 to 1/20, from 1/20 to 2/20, …"""
+    """Numbers of rows with a trained share from 0 to 1/20, from 1/20 to 2/20, …"""
     longest: list[LongRow] = field(default_factory=list)
     fills: list[RowFill] = field(default_factory=list)
 
@@ -80,7 +80,7 @@ class SplitStats:
         return self.trained / self.tokens if self.tokens else 0.0
 
     def quantile(self, share: float) -> int:
-        """Return the smallest length that at least this share of the rows does not exceed."""
+        """Return the smallest length such that at least this share of the rows is not longer."""
         if not self.rows:
             return 0
         rows_up_to = np.cumsum(self.length_counts)
@@ -109,7 +109,7 @@ def split_stats(
     block_sizes: Sequence[int] = BLOCK_SIZES,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> SplitStats:
-    """Count a split. Memory use grows with the length of the longest row, not with the number of rows."""
+    """Compute the statistics of a split. Memory use depends on the longest row, not on the number of rows."""
     stats = SplitStats(split)
     for rows in episodes.sweep():
         _add(stats, rows)
@@ -161,7 +161,7 @@ def _count(
     *,
     segments: bool = False,
 ) -> None:
-    """Add the numbers of tokens and trained tokens for each code to its entry in a table keyed by name."""
+    """Add the tokens and trained tokens of each code to a table."""
     occurrences = np.bincount(codes)
     token_sums, trained_sums = (np.bincount(codes, weights=values) for values in (tokens, trained))
     for code in np.flatnonzero(occurrences).tolist():
@@ -184,7 +184,7 @@ def _add_longest(stats: SplitStats, rows: Rows, length: Index, trained: Index) -
 
 
 def _fill(episodes: Episodes, block_size: int) -> RowFill:
-    """Pack episodes in stored order with the loader's algorithm and window size, into rows of block_size + 1 tokens."""
+    """Pack episodes in stored order into rows of block_size + 1 tokens, with the loader's algorithm."""
     capacity, tokens, rows, cut = block_size + 1, 0, 0, 0
     for start in range(0, len(episodes), WINDOW):
         length = episodes.lengths_of(np.arange(start, min(len(episodes), start + WINDOW)))

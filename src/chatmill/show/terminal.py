@@ -1,4 +1,4 @@
-"""Print rows in the terminal by span, by turn, or by token. Trained text is colored or in brackets.
+"""Print rows in the terminal by span, turn or token. Trained text is colored or in brackets.
 
 user 0
   <|im_start|>user
@@ -31,7 +31,7 @@ from chatmill.tokenizer import Tokenizer
 
 COLOURS = {Role.SYSTEM: "magenta", Role.USER: "cyan", Role.ASSISTANT: "green", Role.TOOL: "yellow"}
 PART_COLOURS = {Part.PREFIX: "blue", Part.SLOT: "yellow", Part.VALUE: "bright_green", Part.COORD: "magenta"}
-"""Parts of a rollout target: text that the model generated, coordinates that are corrected, and appended entries."""
+"""Colors for parts of a rollout target: generated text, corrected coordinates, and appended entries."""
 INDENT = "  "
 
 
@@ -42,7 +42,7 @@ def _style(span: SpanView) -> str:
 
 
 def span_lines(rows: Rows, row: int, tokenizer: Tokenizer, *, width: int = 100) -> Iterator[Text]:
-    """Return one line for each span: a star if it is trained, its message, role, part, rule and text.
+    """Yield one line for each span: a star if it is trained, its message, role, part, rule and text.
 
     * 1 assistant content  role     Paris.
     """
@@ -55,7 +55,7 @@ def span_lines(rows: Rows, row: int, tokenizer: Tokenizer, *, width: int = 100) 
 
 
 def token_lines(row: Rows, text: TokenText) -> Iterator[Text]:
-    """Return one line for each token: a star if it is trained, its number, id, message, role, part, rule and text."""
+    """Yield one line for each token: a star if it is trained, its index, id, message, role, part, rule and text."""
     for span in span_views(row):
         target = "" if span.target is None else f" → {span.target} {text.token(span.target)}"
         for token, id in enumerate(row.ids[span.start : span.stop].tolist(), span.start):
@@ -69,7 +69,6 @@ def _names(span: SpanView, width: int) -> str:
 
 
 def conversation_title(row: Rows, split: str, episode: int, *, unrolled: bool = False) -> Text:
-    """Return the title line of an episode: its number, origin, length and trained share."""
     trained = trained_tokens(row)
     share = f" ({trained / len(row.ids):.0%})" if len(row.ids) else ""
     place = place_name(row, unrolled=unrolled)
@@ -98,7 +97,7 @@ def conversation_lines(row: Rows, text: TokenText, *, plain: bool, unrolled: boo
                 yield Text(note, style="dim italic")
             yield _heading(turn, turn_name(row, turn, text))
             body = _body(row, turn, text, plain=plain)
-            # Strip the newline that ends a turn in many formats, because it would be displayed as an empty line.
+            # Strip the newline that ends a turn in many formats, because it would be shown as an empty line.
             body.rstrip()
             for line in body.split("\n", allow_blank=True):
                 yield Text(INDENT).append_text(line)
@@ -114,7 +113,7 @@ def _heading(turn: MessageTurn, name: str) -> Text:
 def _body(row: Rows, turn: MessageTurn, text: TokenText, *, plain: bool) -> Text:
     """Return the text of a turn.
 
-    Adjacent spans with the same weight share one pair of brackets; a weight other than 1 follows the brackets.
+    Adjacent spans with the same weight share brackets; a weight other than 1 follows the brackets.
     """
     body, weight = Text(), 0.0
 

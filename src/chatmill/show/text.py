@@ -1,4 +1,4 @@
-"""Decode tokens to text that is escaped for display, and search the text of tokens, ignoring case."""
+"""Decode tokens to escaped text, and search this text, ignoring case."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from chatmill.store.episodes import Episodes
 from chatmill.tokenizer import Tokenizer
 
 JOINERS = "\u200c\u200d"
-"""Zero-width joiners, which are invisible and harmless, and are part of words and emoji."""
+"""Zero-width joiners, which are invisible but harmless parts of words and emoji."""
 SPACE = {" ": "·", "\n": "↵", "\t": "→", "\r": "␍"}
 """The displayed form of tokens that consist only of whitespace."""
 END = b"\xff"
-"""The byte after the text of an episode; it is never part of UTF-8 text, so no query contains it."""
+"""The byte after the text of an episode; no query contains it, because it is not valid in UTF-8."""
 CONTEXT = 40
 """Number of characters shown before and after a match."""
 
@@ -29,7 +29,7 @@ def visible(text: str, *, keep: str = "", limit: int | None = None) -> str:
 
 
 class TokenText:
-    """Decodes token ids. Without a tokenizer, or for an id outside its vocabulary, the text is the id: ⟨812⟩."""
+    """Decodes token ids. Without a tokenizer, or for an id outside the vocabulary, the text is the id: ⟨812⟩."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
@@ -54,8 +54,7 @@ class TokenText:
 
     def text(self, ids: Sequence[int], *, keep: str = "", limit: int | None = None) -> str:
         """Return the text of all tokens, decoded together."""
-        # A character has at most four tokens, so 4 * limit tokens contain at least `limit` characters, unless some
-        # tokens are empty.
+        # A character has at most four tokens, so 4 * limit tokens contain `limit` characters, unless some are empty.
         ids = ids if limit is None else ids[: 4 * limit + 4]
         return visible(b"".join(map(self.piece, ids)).decode("utf-8", "backslashreplace"), keep=keep, limit=limit)
 
@@ -64,7 +63,7 @@ class TokenText:
 
 
 def fold(text: bytes) -> bytes:
-    """Return case-folded text; bytes that are not UTF-8, such as END, are unchanged."""
+    """Case-fold text; bytes that are not UTF-8, such as END, do not change."""
     if text.replace(END, b"").isascii():
         return text.lower()
     return text.decode("utf-8", "surrogateescape").casefold().encode("utf-8", "surrogateescape")
@@ -79,19 +78,19 @@ def folded_query(query: str) -> bytes:
 
 
 class PieceTable:
-    """The bytes of all tokens of a vocabulary in one array, so that many tokens can be decoded in one copy."""
+    """The bytes of all tokens of a vocabulary in one array, for decoding many tokens at once."""
 
     def __init__(self, text: TokenText) -> None:
         if text.tokenizer is None:
-            raise DataError("a dataset has no text without its tokenizer; pass the tokenizer with --tokenizer")
-        # After the vocabulary, add an empty piece for every id beyond it, and a piece for the end of an episode.
+            raise DataError("the tokens cannot be decoded without their tokenizer; pass it with --tokenizer")
+        # Add an empty piece for all ids beyond the vocabulary, and a piece for the end of an episode.
         pieces = [text.piece(id).replace(END, b"?") for id in range(text.tokenizer.vocab_size)] + [b"", END]
         self._length = np.array([len(piece) for piece in pieces], dtype=np.int64)
         self._start = offsets(self._length)
         self._bytes = np.frombuffer(b"".join(pieces), dtype=np.uint8).astype(np.uint32)
 
     def folded(self, rows: Rows) -> tuple[bytes, Index]:
-        """Return the folded text of some rows, each followed by END, and the offsets of the rows and of the end."""
+        """Return the folded text of rows, each followed by END, and the offsets of the rows and of the end."""
         end = len(self._length) - 1
         ids = np.insert(np.minimum(rows.ids, end - 1).astype(np.int64), rows.row_start[1:], end)
         text = fold(copy_tokens(self._bytes, self._start[ids], self._length[ids]).astype(np.uint8).tobytes())
@@ -101,7 +100,7 @@ class PieceTable:
 def find(
     episodes: Episodes, text: TokenText, query: str, *, progress: Callable[[int], None] = lambda count: None
 ) -> Iterator[int]:
-    """Yield the numbers of the episodes that contain a text, ignoring case; the whole split is read in chunks."""
+    """Yield the episodes that contain a text, ignoring case."""
     wanted, table, first = folded_query(query), PieceTable(text), 0
     for rows in episodes.sweep(tokens=1 << 20):
         folded, start = table.folded(rows)
@@ -115,7 +114,7 @@ def find(
 
 
 class TextMatch(NamedTuple):
-    """A match in an episode: tokens [start, stop), the matching text and the text around it."""
+    """A match at tokens [start, stop) of an episode, and the text around it."""
 
     start: int
     stop: int
@@ -132,7 +131,7 @@ def locate(ids: list[int], text: TokenText, query: str) -> TextMatch | None:
     at = "".join(folded).find(query.casefold())
     if at < 0:
         return None
-    # Case folding can change the number of characters, so map the match back to characters, then bytes, then tokens.
+    # Case folding can change the number of characters, so map the match back to characters, bytes and tokens.
     folded_start = offsets(np.fromiter(map(len, folded), dtype=np.int64, count=len(folded)))
     first = int(np.searchsorted(folded_start, at, side="right")) - 1
     last = int(np.searchsorted(folded_start, at + len(query.casefold()), side="left"))

@@ -46,7 +46,7 @@ MAX_PAGE = 200
 TOKENS = 2000
 """Maximum number of tokens of an episode per response."""
 STRIP = 96
-"""Maximum number of samples in the strip that shows the roles and trained parts of an episode."""
+"""Maximum number of samples in the colored strip that summarizes an episode."""
 
 
 class Viewer:
@@ -143,9 +143,8 @@ class Viewer:
     ) -> dict[str, Any]:
         """List the episodes that contain the text `q` and pass the filter; `bounds` are fields of `Filter`.
 
-        The list is in dataset order or sorted by one of `SORTS`, and starts at position `start` of this order. `next`
-        is the position to continue from, or None at the end; `waiting` means that the index does not cover the page
-        yet.
+        The list is in dataset order or sorted by one of `SORTS`, and starts at position `start`. `next` is the position
+        of the next page, or None at the end. `waiting` means that the index does not cover the page yet.
         """
         count, index = len(self._view.dataset[split]), self.builder.indexes[split]
         try:
@@ -183,10 +182,10 @@ class Viewer:
             raise DataError(f"the index could not be built: {index.error}")
         if q and self._view.without_text is not None:
             raise DataError(f"no text to search: {self._view.without_text}")
-        # The cache key includes the number of episodes, because the mask grows with the index.
+        # The cache key includes the number of indexed episodes, because the mask grows with the index.
         kept = None if is_open else self._mask(index, wanted, index.filtered)
         if sort:
-            # Sorting requires all episodes, so the list is empty until all episodes are indexed.
+            # The list is empty until all episodes are indexed, because sorting requires all of them.
             known = index.searched if q else index.filtered
             if known < count:
                 return SearchHits([], start, ended=True), known, None
@@ -199,7 +198,7 @@ class Viewer:
             page = order[positions[first : first + limit]].tolist()
             return SearchHits(page, after, ended=after == count), known, len(positions)
         if q:
-            # Read the count before searching, because episodes that are indexed during the search may be missed.
+            # Read the count before the search, which may miss episodes that are indexed during it.
             known = index.searched
             return index.search(folded_query(q), start, limit, kept=kept), known, None
         assert kept is not None
@@ -227,7 +226,7 @@ class Viewer:
         }
 
     def _loss(self, split: str, number: int) -> float | None:
-        """Return the loss of an episode in the run passed as `--run`, or None."""
+        """Return the loss of an episode in the run of `--run`, or None."""
         losses = self.builder.indexes[split].losses
         return None if losses is None or not np.isfinite(losses[number]) else float(losses[number])
 
@@ -283,15 +282,15 @@ class Viewer:
         return _escaped(asdict(explain_token(self._view, split, number, token)), file=300, source=300)
 
     def record(self, split: str, number: int, segment: int) -> dict[str, Any]:
-        """Return the record that a segment was rendered from, as it is in the file now."""
+        """Return the record of a segment, as it is in the file now."""
         row = self._view.row(split, number)
         if not 0 <= segment < len(row.origins):
-            raise UsageError(f"episode {number} has no segment {segment}; it has {len(row.origins)} segments")
+            raise UsageError(f"episode {number} has no segment {segment}; expected a segment below {len(row.origins)}")
         record = self._source_record(row, segment)
         return {"place": f"{one_line(record.name, 300)}:{record.line}", **record.for_display()}
 
     def lines(self, split: str, number: int) -> dict[str, Any]:
-        """Return the records of an episode as JSON lines for export; unlike all other text, they are not escaped."""
+        """Return the records of an episode as JSON lines for export; these are not escaped."""
         row = self._view.row(split, number)
         segments = [segment for segment in range(len(row.origins)) if not is_padding(row, segment)]
         return {"lines": [self._source_record(row, segment).for_export() for segment in segments]}
@@ -314,7 +313,7 @@ class Viewer:
     # Methods for the order of episodes and for audit logs.
 
     def order(self, split: str, seed: int, epoch: int, start: int) -> dict[str, Any]:
-        """Return a page of positions of an epoch, each with its episode."""
+        """Return a page of an epoch's episodes."""
         page = self._order.page(split, seed=seed, epoch=epoch, start=start, limit=PAGE)
         return {**page, "episodes": [self._summary(split, number) for number in page["episodes"]]}
 
@@ -338,12 +337,12 @@ class Viewer:
 
     def _log(self, number: int) -> Path:
         if not 0 <= number < len(self._logs):
-            raise UsageError(f"no audit log {number}; {len(self._logs)} were passed with --audit")
+            raise UsageError(f"no audit log {number}; number of logs passed with --audit: {len(self._logs)}")
         return self._logs[number]
 
 
 def _exclude_entry(row: Rows, segment: int) -> str | None:
-    """Return an ASCII line that identifies the record of a segment, for `chatmill prepare --exclude`."""
+    """Return a line for `chatmill prepare --exclude` that identifies the record of a segment."""
     file, line, _ = origin_of(row, segment)
     return None if file is None else json.dumps({"file": file, "line": line})
 
@@ -353,13 +352,13 @@ def _preview(preview: RecordPreview) -> dict[str, Any]:
 
 
 def _escaped(fields: dict[str, Any], **limits: int) -> dict[str, Any]:
-    """Escape the fields in `limits`, and truncate each to its maximum number of characters."""
+    """Escape the fields in `limits`, and truncate them to these numbers of characters."""
     escaped = {name: one_line(fields[name], limit) for name, limit in limits.items() if fields[name] is not None}
     return {**fields, **escaped}
 
 
 def _names(index: SplitIndex, column: str, codes: type[Role] | type[Rule]) -> list[str] | None:
-    """Return the roles or rules that occur in a split, or None until the whole split is indexed."""
+    """Return the roles or rules in a split, or None until the whole split is indexed."""
     if index.filtered < index.count:
         return None
     bits = int(np.bitwise_or.reduce(index.columns[column])) if index.count else 0
