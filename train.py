@@ -1,6 +1,6 @@
 """Train a model on a dataset: `python train.py --help`, or `torchrun --nproc-per-node N train.py …` on many GPUs.
 
-Needs numpy, torch and safetensors; chatmill itself need not be installed.
+Requires numpy, torch and safetensors; chatmill itself need not be installed.
 """
 
 import sys

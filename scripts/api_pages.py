@@ -1,10 +1,9 @@
-"""Write docs/reference/api/, the pages of the public API, which mkdocstrings fills in from docstrings (`make docs`).
+"""Write the pages of the public API in docs/reference/api/; `make docs` adds the docstrings with mkdocstrings.
 
     python scripts/api_pages.py --write    write the pages
-    python scripts/api_pages.py --check    exit 1 if a page is missing, left over or out of date
+    python scripts/api_pages.py --check    exit 1 if a page is out of date
 
-A name that both `chatmill` and a package export is described on the page of `chatmill`, and linked from the page of the
-package.
+A name that both `chatmill` and a package export is on the page of `chatmill`; the page of the package links to it.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ def main() -> int:
 
 
 def all_pages() -> dict[str, str]:
-    """Return the text of every page, keyed by file name."""
     pages = {page_name(package): package_page(package) for package in PACKAGES}
     pages["integrations.md"] = integrations_page()
     rows = [f"| [`{package}`]({page_name(package)}) | {does} |" for package, does in PACKAGES.items()]
@@ -106,7 +104,7 @@ def integrations_page() -> str:
 
 
 def library_exports(library: str) -> list[str]:
-    """Return the public names of an integration by parsing its source, because its library may not be installed."""
+    """Parse the source of an integration to find its public names, because its library may not be installed."""
     tree = ast.parse((ROOT / "src/chatmill/integrations" / f"{library}.py").read_text("utf-8"))
     names = set()
     for node in tree.body:
@@ -120,7 +118,7 @@ def library_exports(library: str) -> list[str]:
 
 
 def entries(lines: list[str], names: list[str]) -> str:
-    """Return a page or section: its first lines, followed by a directive for each name."""
+    """Return a page or section: `lines`, followed by a directive for each name."""
     return "\n".join([*lines, *(f"\n::: {name}" for name in names), ""])
 
 

@@ -1,9 +1,8 @@
-"""Check that imports in src/chatmill go in one direction, and that only parts that create tensors import torch.
+"""Check that the parts of src/chatmill import each other only as `MAY_IMPORT` allows, and that few parts import torch.
 
     python scripts/check_imports.py [PACKAGE_FOLDER]
 
-Prints one line per violation, and exits with 1 if there are any. A part is a module or a folder directly under
-the package.
+Prints one line per violation, and exits with 1 if there are any. A part is a module or folder directly in the package.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ MAY_IMPORT_BESIDES: dict[str, set[str]] = {
 }
 """Additional parts that individual files may import.
 
-The viewer compares episodes with the MinHash signatures of prepare/, chat_model.py renders text, and run_dir.py records
-the version.
+The viewer uses the MinHash signatures of prepare/, chat_model.py renders text, and run_dir.py records the version.
 """
 
 HEAVY = {"torch", "transformers", "peft", "triton", "trl", "accelerate", "lightning", "torchdata", "torchtitan"}
@@ -64,7 +62,7 @@ HEAVY_IN_FUNCTIONS = HEAVY_AT_MODULE_LEVEL | {"sft", "cli"}
 
 @dataclass(frozen=True)
 class Import:
-    """The absolute name of an imported module, and the line of the import statement."""
+    """An import: the absolute name of the module, and the line of the statement."""
 
     module: str
     line: int
@@ -84,7 +82,7 @@ def main() -> int:
 
 
 def violations(path: Path, package: Path) -> Iterator[str]:
-    """Yield the violations in one file, each as `file:line: violation; how to fix it`."""
+    """Yield the violations in one file as `file:line: violation; how to fix it`."""
     part = path.relative_to(package).parts[0].removesuffix(".py")
     place = path.relative_to(package.parent.parent).as_posix()
     if part not in MAY_IMPORT:
@@ -110,7 +108,7 @@ def heavy_parts(found: Import) -> set[str]:
 
 
 def imports(path: Path, package: Path) -> Iterator[Import]:
-    """Yield every import in a file, at any level, with absolute module names."""
+    """Yield every import in a file, with absolute module names."""
     above = (PACKAGE, *path.relative_to(package).parts[:-1])
 
     def walk(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Import]:

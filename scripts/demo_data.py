@@ -1,13 +1,12 @@
-"""Generate the data of the demo: conversations at the desk of a lost property office.
+"""Generate the demo's data: conversations at the desk of a lost property office.
 
-Visitors ask where something is kept, when the office is open, or whether something was found. To answer whether
-something was found, the clerk calls a tool. The facts never change, and every question can be asked in several ways.
+Visitors ask where something is kept, when the office is open, or whether something was found. For the last question,
+the clerk calls a tool. The facts never change, and every question has several wordings.
 
-Two out of three answers in the training conversations come only after a careless reply (`Next, please!`) and a
-complaint. Careless replies have weight 0, so they are context, and the model does not learn them. A model that is
-trained on every token also learns the careless replies. Held-out conversations have no careless replies, and their
-questions never occur in training: a fifth of all combinations of a wording and a subject is reserved for held-out
-conversations.
+In the training conversations, a careless reply (`Next, please!`) and a complaint precede two out of three answers.
+Careless replies have weight 0, so the model does not learn them. A model that is trained on every token does. Held-out
+conversations have no careless replies. A fifth of all combinations of a wording and a subject are held out, and never
+occur in training.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Questions(NamedTuple):
 
 
 def split_questions(seed: int) -> tuple[Questions, Questions]:
-    """Return the questions of the training conversations (four fifths) and of the held-out conversations."""
+    """Return four fifths of the questions for training, and the others for held-out conversations."""
     rng = random.Random(seed)
     kinds = [list(product(WHERE, SHELVES)), list(product(WHEN, HOURS)), list(product(FOUND, SHELVES))]
     for pairs in kinds:
@@ -69,7 +68,7 @@ class Desk:
         self.messages.append({"role": "user", "content": content})
 
     def careless_reply(self) -> None:
-        """Sometimes add a careless reply from the clerk and a complaint from the visitor before the answer."""
+        """Sometimes add a careless reply from the clerk, and a complaint from the visitor."""
         if self.questions.careless and self.rng.random() < CARELESS_SHARE:
             self.messages.append({"role": "assistant", "content": CARELESS_REPLY, "weight": 0})
             self.visitor(self.rng.choice(COMPLAINTS))

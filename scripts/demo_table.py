@@ -2,9 +2,9 @@
 
     python scripts/demo_table.py with_mask.json without_mask.json
 
-Both files are outputs of `chatmill eval --json`. The script exits with 1 if there are fewer than 200 questions, or if
-the first model answers fewer than 70 percent of them exactly, ends fewer than 99 percent of its answers, or is less
-than 30 points better than the second model.
+Both files are outputs of `chatmill eval --json`. The script exits with 1 unless there are at least 200 questions and
+the first model answers 70 percent of them exactly, ends 99 percent of its answers, and is 30 points better than the
+second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ LEAST_QUESTIONS, LEAST_EXACT, LEAST_STOPPED, LEAST_DIFFERENCE = 200, 0.70, 0.99,
 
 
 def table(scores: dict[str, dict[str, Any]]) -> str:
-    """Return a table with one row per model."""
     lines = [f"{'':<14}{'questions':>10}{'exact':>9}{'stopped':>9}{'loss of answers':>17}"]
     for name, score in scores.items():
         lines.append(
@@ -29,9 +28,7 @@ def table(scores: dict[str, dict[str, Any]]) -> str:
 
 
 def shortfalls(score: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return one line for each target that the model trained with the mask misses, including its margin over the other
-    model.
-    """
+    """Return one line for each target that the model trained with the mask misses."""
     least = {"questions": LEAST_QUESTIONS, "exact_rate": LEAST_EXACT, "stop_rate": LEAST_STOPPED}
     found = {name: score[name] for name in least} | {"difference": score["exact_rate"] - other["exact_rate"]}
     least["difference"] = LEAST_DIFFERENCE

@@ -1,9 +1,9 @@
 """Train a small model on a GPU with every training option, and compare losses: `python scripts/gpu_check.py`.
 
-Each variant trains, stops halfway, and resumes from its checkpoint. The losses must be close to the losses of float32
-on the CPU, and no step may make the host wait for the GPU. The script requires numpy, torch, safetensors and one GPU,
-and runs for half a minute. If transformers and peft are installed, Hugging Face models and LoRA are also checked; if
-bitsandbytes is installed, QLoRA is also checked.
+Each variant trains, stops halfway, and resumes from its checkpoint. The losses must be close to those of float32 on the
+CPU, and no step may make the host wait for the GPU. The script requires numpy, torch, safetensors and one GPU, and runs
+for half a minute. With transformers and peft, it also checks Hugging Face models and LoRA; with bitsandbytes, also
+QLoRA.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "1
 
 
 def write_data(folder: Path) -> Path:
-    """Write a dataset as another program would: ascending token ids, the second half of each episode trained."""
+    """Write a dataset in the format of other programs: ascending token ids, with a mask for the second half of each
+    episode.
+    """
     shard = folder / "train" / "shard_00000"
     shard.mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -152,7 +154,7 @@ def losses(data: Path, out: Path, name: str, **changes: Any) -> list[float]:
 
 
 def waits(optimizer: str) -> int:
-    """Return the operations that made the host wait for the GPU during the steps of a run."""
+    """Return the number of operations that made the host wait for the GPU during the steps of a run."""
     with warnings.catch_warnings(record=True) as seen, tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("always")
         data = write_data(Path(folder) / "data")
@@ -170,7 +172,7 @@ def waits(optimizer: str) -> int:
 
 
 def compare(data: Path, folder: Path, ways: dict[str, dict[str, Any]]) -> int:
-    """Train each variant; return how many variants failed or have losses far from the losses of the first variant."""
+    """Train each variant; return how many failed or have losses far from those of the first."""
     faults = 0
     right: list[float] = []
     for name, changes in ways.items():
@@ -198,7 +200,7 @@ def main() -> int:
         ways = dict(WAYS)
         if find_spec("torchao") is not None and torch.cuda.get_device_capability() >= (8, 9):
             ways["fp8"] = {"fp8": True}
-        # Lower the size limit of weight files, so that even this small model is saved in several files.
+        # Lower the size limit of weight files, so that this small model is saved in several files.
         sharded_save.SHARD_BYTES = 1 << 18
         faults = compare(data, Path(folder), ways)
         if all(find_spec(name) for name in ("transformers", "peft")):

@@ -4,14 +4,14 @@
     python scripts/make_data.py --check    exit with 1 if a file differs from what this script writes
 
 conversations.jsonl      `messages` shape: questions with one right answer, small talk, some with several turns
-tool_conversations.jsonl `tool` shape: the assistant calls small tools and reads their results
+tool_conversations.jsonl `tool` shape: the assistant calls tools and reads their results
 primer.jsonl             `primer` shape: role and content only
 desk_chat.jsonl, desk_tools.jsonl
                          training data of the demo: the desk of a lost property office (scripts/demo_data.py)
 desk_chat_heldout.jsonl, desk_tools_heldout.jsonl
                          held-out questions of the demo, which do not occur in its training data
 
-Each file depends only on its seed, so the bytes are the same on every machine.
+Each file depends only on its seed, so its bytes are the same on every machine.
 """
 
 from __future__ import annotations
@@ -351,7 +351,6 @@ def distinct(make: Callable[[random.Random], list[dict[str, Any]]], *, seed: int
 
 
 def files() -> dict[str, str]:
-    """Return the text of each file, keyed by file name."""
     chats = islice(distinct(conversation, seed=1), 400)
     tools = islice(distinct(tool_conversation, seed=2), 150)
     primer = islice(distinct(conversation, seed=3), 120)

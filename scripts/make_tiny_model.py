@@ -4,7 +4,7 @@
     python scripts/make_tiny_model.py my-model --data mine.jsonl    with a tokenizer trained on your conversations
     python scripts/make_tiny_model.py my-model --hidden-size 128 --layers 4 --seed 1
 
-The folder has the same files as a downloaded model, and transformers, PEFT, TRL and chatmill can load it:
+The folder has the same files as a downloaded model. transformers, PEFT, TRL and chatmill can load it:
 
     config.json, model.safetensors     Qwen3 with random weights, in bfloat16
     generation_config.json             the tokens at which generation stops
@@ -12,8 +12,8 @@ The folder has the same files as a downloaded model, and transformers, PEFT, TRL
     tokenizer_config.json              its special tokens
     chat_template.jinja                ChatML with tools, tool calls and reasoning
 
-Equal arguments and library versions produce equal bytes. The weights are random, so the answers are random too: use
-the model only to try out commands. If the folder already exists and is not empty, the script fails without changing it.
+Equal arguments and library versions produce equal bytes. The weights are random, so the answers are random too: use the
+model only to try out commands. The script fails if the folder exists and is not empty.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from chatmill.tokenizer import train_bpe
 CONVERSATIONS = Path(__file__).resolve().parents[1] / "data" / "conversations.jsonl"
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXT_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-"""Added tokens that are not special, so that they are decoded as text, as in Qwen3."""
+"""Added tokens that are not special and are decoded as text, as in Qwen3."""
 LARGEST_VOCABULARY = 2**20
 HEAD_DIM = 16
 TEMPLATE = """\
@@ -115,7 +115,7 @@ def main() -> int:
 def make_model(
     folder: Path, data: list[str], *, vocab_size: int = 1000, hidden_size: int = 64, layers: int = 2, seed: int = 0
 ) -> None:
-    """Write the model folder atomically; raise `ChatmillError` if it cannot be written."""
+    """Write the model folder atomically."""
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise DataError(f"{folder}: already exists; remove it or use a new name")
     smallest = 256 + len(SPECIAL_TOKENS) + len(TEXT_TOKENS)
@@ -182,9 +182,8 @@ def write_weights(folder: Path, *, vocab_size: int, hidden_size: int, layers: in
     )
     with torch.random.fork_rng():
         model = Qwen3ForCausalLM(config)
-    # numpy's uniform random numbers are bit-identical on every processor; torch does not guarantee this for normal
-    # random numbers. Each matrix has variance 1 / inputs: with smaller tied embeddings, the loss could not get close to
-    # 0.
+    # numpy's uniform random numbers are identical on every processor, unlike torch's normal random numbers. Each matrix
+    # has variance 1 / inputs: with smaller tied embeddings, the loss could not get close to 0.
     random = np.random.default_rng(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
@@ -202,7 +201,7 @@ def write_weights(folder: Path, *, vocab_size: int, hidden_size: int, layers: in
 
 
 if __name__ == "__main__":
-    # Hide warnings from the libraries, which do not concern the model.
+    # Hide warnings that do not concern the model.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     sys.exit(main())

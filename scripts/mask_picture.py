@@ -1,4 +1,4 @@
-"""Draw docs/mask.svg, which shows the tokens of a two-turn chat and marks the trained tokens.
+"""Draw docs/mask.svg, which shows the tokens of a two-turn chat and highlights the trained tokens.
 
 python scripts/mask_picture.py --write    write docs/mask.svg
 python scripts/mask_picture.py --check    exit 1 if docs/mask.svg is out of date
@@ -54,7 +54,8 @@ def main() -> int:
 
 
 def rendered_messages() -> tuple[list[list[tuple[str, bool]]], int, int]:
-    """Return the tokens of each message as (text, is_trained), and the numbers of tokens and of trained tokens."""
+    """Return the tokens of each message as (text, is_trained), the number of tokens, and the number of trained tokens.
+    """
     texts = [text for record in read_records(ROOT / "data/conversations.jsonl") for text in record_texts(record)]
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Path(folder, "tokenizer.json")

@@ -1,4 +1,4 @@
-"""Write the memory tables of docs/explanation/models.md: estimates compared with measurements, and estimates by model.
+"""Write the memory tables of docs/explanation/models.md: estimates with measurements, and estimates by model.
 
 python scripts/memory_table.py            print the tables
 python scripts/memory_table.py --write    write them into docs/explanation/models.md
@@ -50,7 +50,7 @@ ROWS = {"1": 1, "8": 8}
 
 
 def qwen3_folder(shape: dict[str, Any], dtype: torch.dtype, folder: Path) -> Path:
-    """Write the folder of a Qwen3 model with this shape: its config and a safetensors header without weights."""
+    """Write the folder of a Qwen3 model: its config, and a safetensors file with a header but no weights."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     config = Qwen3Config(
@@ -82,7 +82,7 @@ def qwen3_folder(shape: dict[str, Any], dtype: torch.dtype, folder: Path) -> Pat
 
 
 def line_config(line: TrainLine, folder: Path) -> TrainConfig:
-    """Return the config for a run (a line) of benchmarks/train.py; model folders are created in `folder` if needed."""
+    """Return the config for a run of benchmarks/train.py; write its model to `folder` if needed."""
     keys: dict[str, Any] = {
         "optimizer": line.optimizer,
         "fp8": line.fp8,
@@ -106,13 +106,13 @@ def line_config(line: TrainLine, folder: Path) -> TrainConfig:
 
 
 def compared(folder: Path) -> Iterator[tuple[str, str, float, float]]:
-    """Yield the name, title, estimate and measurement in GiB of each measured chatmill run."""
+    """Yield the name, the title, the estimate and the measurement (both in GiB) of each measured chatmill run."""
     measured = json.loads(MEASURED.read_text("utf-8"))
     for name, line in TRAIN_LINES.items():
-        # Skip results without a precision: they are from an older version, whose compiled layers used more memory.
+        # Skip results without a precision, which are from an older version that used more memory.
         if line.side == "chatmill" and "precision" in measured.get(name, {}):
             estimate = Estimator(on_gpu=True)(line_config(line, folder))
-            # Compare only the memory of tensors, because torch does not measure other memory.
+            # Compare only the memory of tensors, because torch measures nothing else.
             what = line.what.removeprefix("chatmill, ").replace("own GPT", "built-in GPT")
             yield name, what, estimate.tensors / GIB, measured[name]["gib"]
 
@@ -128,7 +128,7 @@ def comparison_table(folder: Path) -> Iterator[str]:
 def fitting_table(
     folder: Path, models: Sequence[str] = tuple(SHAPES), ways: Sequence[str] = tuple(WAYS)
 ) -> Iterator[str]:
-    """Yield a table of the estimated GiB on one GPU for 1 and 8 rows of 4,096 tokens, with activation checkpointing."""
+    """Yield a table of estimates in GiB for 1 and 8 rows of 4,096 tokens on one GPU, with activation checkpointing."""
     yield f"| | {' | '.join(models)} |"
     yield f"|---|{'---|' * len(models)}"
     cells: dict[str, list[str]] = {way: [] for way in ways}

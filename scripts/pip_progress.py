@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
 
 
 def print_step(text: str, *, terminal: bool, final: bool) -> None:
-    """Update the progress line on a terminal; in a log, print only the number of packages from time to time."""
+    """Update the progress line on a terminal; in a log, print a line only once per 50 packages."""
     if terminal:
         print(f"\r{text[:WIDTH]:<{WIDTH}}", end="\r" if final else "", flush=True)
     elif text.startswith("  installing") or re.match(r"  \d*[05]0 packages: collecting", text):

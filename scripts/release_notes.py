@@ -1,9 +1,9 @@
-"""Print the section of CHANGELOG.md for a release, to be used as its release notes.
+"""Print the section of CHANGELOG.md for a release, for use as release notes.
 
     python scripts/release_notes.py v0.1.0 [--root FOLDER]
 
 Exits with 1 if the tag is not `v` followed by `chatmill.__version__`, or if the changelog has no section `## [0.1.0] -
-YYYY-MM-DD` with text.
+YYYY-MM-DD`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python scripts/run_notebooks.py                       run all of them; exit 1 at the first difference
     python scripts/run_notebooks.py mask.ipynb --write    run one and store its outputs
 
-A cell with the tag `varies` prints numbers that differ between processors; such a cell must run, but its output is not
-compared. Only standard output is stored, because warnings and progress bars differ between versions of libraries.
+The output of a cell with the tag `varies` is not compared, because it differs between processors. Only standard output
+is stored, because warnings and progress bars differ between versions of libraries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "tutorials"
 CELL_TIMEOUT = 600
-"""Time limit for a cell, in seconds; a cell takes less than a minute on two slow cores."""
+"""Time limit for a cell, in seconds."""
 
 
 def main() -> int:
@@ -48,9 +48,9 @@ def read(path: Path) -> Any:
 
 
 def run(notebook: Any) -> Any:
-    """Execute a copy of a notebook in the notebook's folder; return the copy with only the outputs that are stored.
+    """Execute a copy of a notebook in its folder; return the copy, with standard output only.
 
-    An exception in a cell is raised as `CellExecutionError`. The Jupyter kernel keeps its files in a temporary folder.
+    An exception in a cell is raised as `CellExecutionError`.
     """
     executed = nbformat.from_dict(notebook)
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +79,6 @@ def differences(stored: Any, executed: Any) -> list[str]:
 
 
 def printed(cell: Any) -> str:
-    """Return the standard output of a code cell."""
     return "".join(output.text for output in cell.outputs)
 
 

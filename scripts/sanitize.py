@@ -2,10 +2,9 @@
 
     python3 scripts/sanitize.py [--rounds N] [--seed N]
 
-Copies src/ and tests/ to build/sanitize, and compiles the C sources in the copy with gcc or clang. Runs
-`tests/fuzz_compiled.py`, which requires only Python, and the tests of the C extensions, which require the packages that
-`make install` installs. An invalid access or undefined behavior ends the run with a stack trace. If the compiler has no
-sanitizers, the script prints a message and exits with 0.
+Compiles a copy of the C sources in build/sanitize with gcc or clang. Runs `tests/fuzz_compiled.py`, which requires only
+Python, and the tests of the C extensions, which require the packages of `make install`. An invalid access or undefined
+behavior ends the run with a stack trace. Without sanitizers, the script prints a message and exits with 0.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ TESTS = {
     "records/test_columns.py": ["numpy", "msgspec"],
     "tokenizer/test_byte_bpe.py": ["numpy", "msgspec", "tokenizers"],
 }
-"""Test files of the C extensions, with the modules that each file requires in addition to PYTEST."""
+"""Test files of the C extensions, with the modules that they require in addition to PYTEST."""
 LEFT_OUT = [
     "megabytes",
     "every_character",
@@ -44,15 +43,13 @@ LEFT_OUT = [
     "probe",
     "real_files",
 ]
-"""Tests that are skipped because they take minutes with sanitizers, or because they test tokenizer engines that are not
-chatmill's.
-"""
+"""Tests to skip, because they take minutes with sanitizers or test the tokenizer engines of other libraries."""
 PYTEST = ["pytest", "hypothesis", "xdist", "pytest_timeout"]
 PROBE = "int main(void) { return 0; }"
 
 
 def runtime(compiler: str) -> list[str]:
-    """Return the sanitizer libraries, which must be preloaded because Python is not compiled with sanitizers."""
+    """Return the sanitizer libraries to preload, because Python is not compiled with sanitizers."""
     names = ["libasan.so", "libubsan.so"]
     if "clang" in subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout:
         names = [f"libclang_rt.asan-{platform.machine()}.so"]
@@ -107,8 +104,8 @@ def main() -> int:
     environment = {
         **os.environ,
         "LD_PRELOAD": ":".join(runtime(compiler)),
-        # Do not check for leaks, because Python does not free all memory at exit. Do not use Python's own allocator,
-        # which would hide reads beyond the end of an object.
+        # Do not check for leaks, because Python does not free all memory at exit. Python's allocator would hide reads
+        # beyond the end of an object.
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "PYTHONMALLOC": "malloc",

@@ -2,8 +2,8 @@
 
     python scripts/scale.py [--episodes 100000 1000000 10000000] [--folder DIR] [--json]
 
-Datasets of small generated episodes (8 tokens on average, about 120 bytes each) are written to a temporary folder and
-measured one after the other, each measurement in a separate process. The order is also measured for a billion episodes.
+Generates datasets of small episodes (8 tokens on average, about 120 bytes each) in a temporary folder. The order is
+also measured for a billion episodes.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def measure(count: int, folder: Path | None) -> dict[str, Any]:
 
 
 def many_shards(count: int, folder: Path | None) -> tuple[float, float]:
-    """Return the time to open a dataset of `count` shards in ms, and the size of its metadata in kilobytes."""
+    """Return the time to open a dataset of `count` shards, in ms, and the size of its metadata, in kB."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         dataset = Path(temporary)
         write(dataset, 20 * count, shard_tokens=160)
@@ -116,7 +116,7 @@ def check(dataset: Path, *, full: bool) -> None:
 
 
 def write(folder: Path, count: int, *, shard_tokens: int = 1 << 24) -> None:
-    """Write a dataset of `count` episodes, each with one conversation and two spans, of which one is trained."""
+    """Write a dataset of `count` episodes; each is one conversation with a context span and a trained span."""
     rows = made(min(count, CHUNK))
     ledger = Ledger()
     with SplitWriter(folder / "train", vocab_size=50_000, shard_tokens=shard_tokens) as writer:
@@ -156,7 +156,7 @@ def made(count: int) -> Rows:
 
 
 def first(dataset: Path, order: str, packing: str) -> tuple[float, float, float]:
-    """Return medians over three processes: ms to open a dataset, ms to build the first batch, and memory in MB."""
+    """Return the medians over three processes: ms to open a dataset, ms to build the first batch, and memory in MB."""
     runs = [
         [
             float(word)

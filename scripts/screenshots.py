@@ -2,7 +2,7 @@
 
 python scripts/screenshots.py [FOLDER]    write both images into FOLDER; the default is docs/images
 
-Like the browser tests in tests/show, the script requires Chromium and Playwright.
+Requires Chromium and Playwright, like the browser tests in tests/show.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def template_part(part: ast.expr) -> str:
 
 
 def comment_blocks(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the comments of Python source; comments on adjacent lines are joined."""
+    """Yield the comments of Python source, with comments on adjacent lines joined."""
     start, last, lines = 0, -1, []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT or re.match(r"# (type|noqa|ruff|mypy|pragma)\b", token.string):
@@ -167,7 +167,7 @@ def split_sentences(passage: str) -> Iterator[str]:
 
 
 def phrases_to_avoid(root: Path, paths: list[str], listing: str) -> Iterator[str]:
-    """Yield a line for each sentence with a phrase from `listing`, whose lines are `pattern -> replacement`."""
+    """Yield a line for each sentence that matches a pattern in `listing`; its lines are `pattern -> replacement`."""
     rules = []
     for line in listing.splitlines():
         if line.strip() and not line.startswith("#"):

@@ -1,10 +1,10 @@
-"""Certify every chat template that TRL ships, and compare the derived masks with those of TRL's tagged templates.
+"""Certify every chat template in TRL, and compare the derived masks with those of TRL's tagged templates.
 
     python scripts/template_table.py            print the table
-    python scripts/template_table.py --write    put it into docs/explanation/templates.md
-    python scripts/template_table.py --check    exit 1 if docs/explanation/templates.md has another one
+    python scripts/template_table.py --write    write it to docs/explanation/templates.md
+    python scripts/template_table.py --check    exit 1 if the table in docs/explanation/templates.md differs
 
-The tokenizer is a byte-level BPE trained by this script, with the control strings of all templates as special tokens.
+The script trains a byte-level BPE tokenizer, with the control strings of all templates as special tokens.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Line(NamedTuple):
     origin: int
     starts: int
     stops: int
-    """Number of answers derived by origin, and how many starts and ends were also found by comparing prefixes."""
+    """Number of answers derived by origin, and number of their starts and ends that were also found by comparing
+    prefixes.
+    """
     tagged: str
     """A description of how the tagged version differs."""
 
@@ -93,7 +95,6 @@ def main() -> int:
 
 
 def lines(names: Sequence[str] = ORIGINALS) -> list[Line]:
-    """Return one table line for each of these templates."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tokenizer(Path(folder))
         peer = PreTrainedTokenizerFast(
@@ -118,7 +119,7 @@ def line(name: str, tokenizer: Path, peer: PreTrainedTokenizerFast) -> Line:
 
 
 def derived_probes(process: TemplateProcess, mask: Mask) -> dict[str | None, DerivedAnswers]:
-    """Return the derived answers of all probes that are not refused, by probe id."""
+    """Return the derived answers of all accepted probes, by probe id."""
     template = process.templates[0]
     derived = {}
     for probe in BASIC:
@@ -138,7 +139,7 @@ def template_file(name: str) -> str:
 
 @cache
 def shared_tokenizer(folder: str) -> Tokenizer:
-    """Create one tokenizer for all templates, because opening a tokenizer takes longer than checking most templates."""
+    """Open one tokenizer for all templates, because opening it takes longer than checking most templates."""
     return open_tokenizer(folder)
 
 
@@ -170,7 +171,7 @@ def peer_ids(
 
 
 def tagged(name: str, original: TemplateRenderer, derived: Mapping[str | None, DerivedAnswers], tokenizer: Path) -> str:
-    """Describe how the mask of TRL's tagged version differs, for probes that both versions render to the same text."""
+    """Describe how the mask of TRL's tagged version differs, for probes with the same text in both versions."""
     has_tags = "{%- generation -%}" in original.folder.template.source
     edition = name if has_tags else f"{name}_training"
     if not (FOLDER / f"{edition}.jinja").is_file():
@@ -199,7 +200,7 @@ def spans(answers: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int]
 
 
 def differences(text: str, ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> list[tuple[str, str]]:
-    """Return the parts of the text that only one of the two masks trains, each with the reason."""
+    """Return the parts of the text that are in only one of the two masks, with the reasons."""
     mine = {at for start, stop in ours for at in range(start, stop)}
     tags = {at for start, stop in theirs for at in range(start, stop)}
     stretches = []

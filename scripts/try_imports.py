@@ -2,10 +2,10 @@
 
     python scripts/try_imports.py CHECKOUT... [--only TEXT] [--work FOLDER] [--markdown]
 
-CHECKOUT is a folder with a checkout of one of the repositories. For every config that `chatmill import` accepts, the
-script prepares the data and trains for 5 steps on the CPU. Generated samples in the shape of the recipe replace its
-data, and a tiny model with random weights replaces the config's model. Rows have at most 256 tokens, and steps have 8
-rows; a validation split gets at least a tenth of the samples.
+CHECKOUT is a checkout of one of the repositories. For every config that `chatmill import` accepts, the script prepares
+the data and trains for 5 steps on the CPU. Generated samples of the same shape replace the data, and a tiny model with
+random weights replaces the model. Rows have at most 256 tokens, and steps have 8 rows. A validation split has at least
+a tenth of the samples.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KINDS = (
     ("examples/cli_configs/*.yaml", "trl", import_trl),
     ("recipes/**/*.yaml", "src/alignment", import_trl),
 )
-"""For each repository: the path of its configs, a folder that identifies it, and the importer for its configs."""
+"""For each repository: the path of its configs, a folder that identifies it, and the importer."""
 
 
 def main() -> int:
@@ -88,7 +88,7 @@ def configs(checkouts: list[Path], only: str, most: int) -> Iterator[tuple[str, 
 
 
 def attempt(path: Path, read: Any, model: Path, folder: Path) -> tuple[str, ImportedConfig | None]:
-    """Import, prepare and train one config; return the outcome in one line."""
+    """Import a config, prepare its data and train; return the outcome in one line."""
     try:
         imported = read(path, model=str(model))
         write_import(imported, folder)
@@ -102,7 +102,7 @@ def attempt(path: Path, read: Any, model: Path, folder: Path) -> tuple[str, Impo
     changes |= {"batch_size": ROWS, "gradient_accumulation_steps": steps, "block_size": TOKENS, "parallel": "ddp"}
     changes |= {"max_iters": STEPS, "epochs": None, "report_to": [], "eval_samples": 0, "fp8": False}
     if (lora := imported.train.get("lora")) and not TARGETS.intersection(lora["targets"]):
-        # Replace LoRA targets that name layers which the tiny model does not have.
+        # Replace LoRA targets that the tiny model does not have.
         changes["lora"] = {**lora, "targets": "all-linear"}
     stage = "prepare"
     try:
@@ -160,7 +160,7 @@ def replace_data(recipe: Path, folder: Path) -> None:
         ]
         path.write_text("".join(json.dumps(each) + "\n" for each in records))
         source["inputs"] = [str(path)]
-    # Limit rows to the block size of the tiny model; the sample texts are short.
+    # Limit rows to the block size of the tiny model.
     values["max_tokens"] = min(values.get("max_tokens", TOKENS), TOKENS)
     if values.get("val_split"):
         values["val_split"] = max(0.1, values["val_split"])
@@ -170,7 +170,7 @@ def replace_data(recipe: Path, folder: Path) -> None:
 
 
 def record(shape: str, number: int) -> dict[str, Any]:
-    """Return a record about addition in one of chatmill's shapes."""
+    """Return a record of this shape, with questions about addition."""
     question, answer = f"What is {number} plus {number + 3}?", f"It is {2 * number + 3}."
     more, last = f"And plus {number % 7}?", f"Then it is {2 * number + 3 + number % 7}."
     turns = [("user", question), ("assistant", answer), ("user", more), ("assistant", last)]

@@ -1,11 +1,10 @@
-"""Use the chatmill installation of this Python as a new user would, in an empty folder.
+"""Use the installed chatmill as a new user would, in an empty folder.
 
     python scripts/try_installed.py [--compiled | --not-compiled]
 
-Runs commands that need no optional dependencies: train a tokenizer, then prepare, verify and show a dataset, and write
-a report. The last output line contains the versions of chatmill and Python, the C extensions that are installed, and
-the hash of the dataset, which is the same for every Python version and processor. If a command fails, the script prints
-its output and exits with 1; it also exits with 1 if the C extensions do not match the flag.
+Trains a tokenizer, prepares, verifies and shows a dataset, and writes a report; this needs no optional dependencies.
+The last output line has the versions, the installed C extensions, and the hash of the dataset, which is the same for
+every Python version and processor. Exits with 1 if a command fails, or if the C extensions do not match the flag.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Check chatmill on a folder of chat templates against an oracle that shares no code with chatmill.
+"""Check chatmill on a folder of chat templates, against an oracle that shares no code with chatmill.
 
     python scripts/try_templates.py FOLDER                 every *.jinja file, with about forty conversations
-    python scripts/try_templates.py FOLDER --only qwen3    use templates with this name, and print all conversations
+    python scripts/try_templates.py FOLDER --only qwen3    only templates with this name; print all conversations
     python scripts/try_templates.py FOLDER --table FILE    exit with 1 if the inexact results differ from FILE
     python scripts/try_templates.py FOLDER --write FILE    write the list of inexact results to FILE
 
-Tokens are read from --tokens or FOLDER/tokens.json (bos, eos, control, soft, stops and ends of each template), or are
-guessed from the templates. The exit code is 1 if any token is trained incorrectly.
+The control tokens of each template are read from --tokens or FOLDER/tokens.json, or guessed from the template. The exit
+code is 1 if any loss mask is wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NOT_STOPS = ("<|end|>", "<|eom|>")
 
 
 def guess_tokens(source: str) -> dict[str, Any]:
-    """Return the strings in a template that look like control tokens."""
+    """Guess the control tokens of a template."""
     # Hunyuan's template inserts a suffix into its control tokens.
     written = {token.replace("{}", ":opensource") for token in CONTROL.findall(source)}
     soft = {*SOFT.findall(source), "<think>", "</think>"}

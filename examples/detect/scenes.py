@@ -1,11 +1,11 @@
-"""Generate scenes: a grid of cells with filled rectangles, written as text, and the boxes of the rectangles.
+"""Generate scenes: a text grid with filled rectangles, and the boxes of the rectangles.
 
     0 . a a .       {"desc": "a", "bbox_2d": [250, 0, 749, 500]}
     1 . a a .       {"desc": "c", "bbox_2d": [0, 500, 250, 999]}
     2 c . . .
     3 c . . .
 
-Rectangles do not overlap, and those with the same letter do not touch, so that objects can be told apart.
+Rectangles do not overlap, and rectangles with the same letter do not touch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ Grid = list[list[str]]
 
 
 def grid_size(most: int) -> int:
-    """Side length, in cells, of a grid for up to `most` objects."""
+    """Return the side length, in cells, of a grid for up to `most` objects."""
     return math.ceil(math.sqrt(CELLS * most))
 
 
 def scene(draw: random.Random, most: int, order: Order = "reading") -> tuple[str, list[dict[str, Any]]]:
-    """Return the text of a scene and its objects: normally `most // 2` to `most`, fewer if the grid has no space left.
+    """Return the text and the objects of a scene: `most // 2` to `most` objects, or fewer if the grid has no space
+    left.
 
-    Objects are in reading order (by the upper left corner) or in random order.
+    Reading order is by the upper left corner.
     """
     size = grid_size(most)
     grid: Grid = [[EMPTY] * size for _ in range(size)]

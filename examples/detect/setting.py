@@ -1,4 +1,4 @@
-"""One setting of the example: its data, its model, the fine-tuning before rollouts, and two ways to continue.
+"""One setting of the example: its data, its model, the fine-tuning in stage 1, and two ways to continue in stage 2.
 
     further   the same fine-tuning for more steps: rows are true answers
     matching  rollout matching: a share of the rows are the model's own answers, completed
@@ -44,7 +44,7 @@ from chatmill.train import TrainConfig, generate, model_folder, open_model, trai
 
 FORMAT = "primer"
 SIGMA = 0.3
-"""Standard deviation of the Gaussian target; small, because scenes use only a few of the 1000 coordinates."""
+"""Standard deviation of the Gaussian target, in coordinates; small, because scenes use few of the 1000 coordinates."""
 BORDERS = ("shorter", "masked", "joined", "canonical")
 SHARED: dict[str, Any] = {"batch_size": 16, "weight_decay": 0.01, "min_lr_ratio": 0.1, "device": "auto"}
 
@@ -57,26 +57,26 @@ class Setting:
     """Maximum number of objects in a scene."""
     order_1: Order = "reading"
     order: Order = "random"
-    """Order of the objects in the true answers of stage 2; `order_1` is that of stage 1."""
+    """Order of the objects in the true answers of stage 2; `order_1` is the order in stage 1."""
     tokens: Literal["split", "fused"] = "split"
     """Whether the tokenizer merges braces, brackets and commas with adjacent characters."""
     scenes: int = 12_000
     """Number of training scenes in each stage."""
     stage_1: float = 0.5
-    """Fraction of `first` after which the second stage starts."""
+    """Fraction of `first` after which stage 2 starts."""
     first: int = 2000
-    """Number of steps in a complete first stage."""
+    """Number of steps in a complete stage 1."""
     saves: int = 4
-    """Number of checkpoints saved in the first stage."""
+    """Number of checkpoints in stage 1."""
     then: int = 300
-    """Number of steps in the second stage."""
+    """Number of steps in stage 2."""
     width: int = 128
     layers: int = 4
     rate: float = 2e-3
-    """Learning rate of the first stage."""
+    """Learning rate in stage 1."""
     rate_then: float = 3e-4
     share: float = 1.0
-    """Fraction of each step's rows that are rollouts."""
+    """Fraction of the rows of each step that are rollouts."""
     rows: int = 16
     """Rows per step."""
     temperature: float = 0.0
@@ -109,7 +109,7 @@ class Scores(NamedTuple):
 
 
 def prepare(folder: Path, setting: Setting, seed: int, held_out: int = 300) -> Path:
-    """Write the data of a setting and train its stage 1 model, unless an earlier call has completed the folder."""
+    """Write the data of a setting and train its stage 1 model, unless an earlier call has done so."""
     if (folder / "ready").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def prepare(folder: Path, setting: Setting, seed: int, held_out: int = 300) -> P
 
 
 def train_on(folder: Path, setting: Setting, seed: int, name: str) -> Path:
-    """Continue training from a stage 1 checkpoint, with the share of rollouts in `setting`; return the run folder."""
+    """Train stage 2 from a stage 1 checkpoint; return the run folder."""
     start = folder / "stage1" / f"step_{setting.first_steps:08d}" / "model"
     config = RolloutConfig.from_mapping(
         {
@@ -200,7 +200,7 @@ def score(model_or_run: Path, folder: Path) -> Scores:
         objects = target.valid_objects
         of_answer = score_objects(objects, truth.objects)
         total = total.plus(of_answer)
-        # A box that is correct on its own, but not when all objects are matched together, duplicates a matched box.
+        # A box that is correct only if it is matched alone duplicates another box.
         alone = sum(score_objects([thing], truth.objects).correct for thing in objects)
         duplicates += alone - of_answer.correct
         valid += answer[-1] == task.eos_id and is_json(task.tokenizer.decode(answer[:-1]))
@@ -216,11 +216,11 @@ def score(model_or_run: Path, folder: Path) -> Scores:
 
 
 def border_agreement(run: Path, folder: Path, border: str) -> dict[str, float]:
-    """Cut true answers of held-out scenes in the middle, and measure how well the tokens of their targets continue
-    after the cut.
+    """Truncate true answers of held-out scenes in the middle, and compare the tokens of their targets with the full
+    answers.
 
-    `same`: share of targets with exactly the tokens of the uncut answer. `likely`: share of targets whose next token
-    after the kept tokens is the most likely one for the model.
+    `same`: share of targets with the tokens of the full answer. `likely`: share of targets in which the first token
+    after the kept prefix is the model's most likely token.
     """
     task = task_of(folder)
     model = open_model(model_folder(run)).to("cuda" if torch.cuda.is_available() else "cpu")
@@ -228,7 +228,7 @@ def border_agreement(run: Path, folder: Path, border: str) -> dict[str, float]:
     same = likely = 0
     for truth, prompt in zip(truths, prompt_lists(task_prompts(truths, task)), strict=True):
         answer = build_answer(truth.objects, tokenizer=task.tokenizer, eos_id=task.eos_id).ids.tolist()
-        # The target keeps the objects that are complete at the cut and appends the others: its text is the answer.
+        # The target keeps the complete objects and appends the others, so its text is the full answer.
         target = build_target(
             answer[: len(answer) // 2 + 3],
             truth.objects,
@@ -253,17 +253,17 @@ def longest_row(folder: Path, task: Task) -> int:
 
 
 def longest_answer(folder: Path, task: Task) -> int:
-    """Maximum number of generated tokens: 25 % more than the longest true answer has."""
+    """Return the maximum number of tokens to generate: 25 % more than in the longest true answer."""
     truths = list(read_truth(folder / "held_out.jsonl"))
     prompts = task_prompts(truths, task)
     return round(1.25 * int((answer_rows(truths, task).lengths - prompts.lengths).max()))
 
 
 def small_tokenizer(setting: Setting) -> bytes:
-    """Train a byte-level BPE in which a cell of a scene is one token, and an object is about sixteen tokens.
+    """Train a byte-level BPE tokenizer; a cell of a scene is one token, and an object is about sixteen tokens.
 
-    With `tokens="split"`, an object ends with the token `}`, and the next token decides whether the answer continues or
-    ends. With `tokens="fused"`, `"]}, "object_` and `"]}}` are single tokens, as in the tokenizers of many models.
+    With `tokens="split"`, an object ends with the token `}`, and the next token decides whether the answer ends. With
+    `tokens="fused"`, `"]}, "object_` and `"]}}` are single tokens, as in many tokenizers.
     """
     pieces = [
         r'"object_',

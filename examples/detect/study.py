@@ -1,11 +1,11 @@
-"""When does rollout matching pay off? Each setting changes one factor; its control continues the fine-tuning.
+"""Measure when rollout matching pays off. Each setting changes one factor; its control continues the fine-tuning.
 
     python examples/detect/study.py run --out runs/study --seeds 0 1 2 --processes 14
     python examples/detect/study.py run --out runs/shown --seeds 3 4 5 6 7 --processes 14 --shown
     python examples/detect/study.py table runs/study/results.jsonl [--seeds 3 4 5 6 7]
 
-`run` can be restarted: it keeps existing results. A setting and its control share data, stage 1 and seed, so that
-differences can be paired by seed.
+`run` can be restarted, and keeps existing results. A setting and its control have the same data, stage 1 and seed, so
+that differences are paired by seed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SETTINGS = {
     "40 objects": replace(BASE, objects=40),
     "60 objects": replace(BASE, objects=60),
 }
-"""Settings that change one factor of `BASE`; the best one was chosen with seeds 0 to 2."""
+"""Settings that change one factor of `BASE`; the best was chosen with seeds 0 to 2."""
 FEW = SETTINGS["5 objects"]
 FEW_FUSED = replace(FEW, tokens="fused")
 SHOWN = {
@@ -112,7 +112,7 @@ def main() -> None:
 # Jobs.
 
 Job = tuple[str, Setting, int]
-"""Name, setting and seed; jobs named `stage 1` or `control` are shared by several settings."""
+"""Name, setting and seed; several settings may share a job named `stage 1` or `control`."""
 
 
 def all_jobs(settings: dict[str, Setting], seeds: Iterable[int]) -> Iterable[Job]:
@@ -133,7 +133,7 @@ def kind(setting: Setting, parts: Iterable[str]) -> str:
 
 
 def work(out: Path, jobs: list[Job]) -> None:
-    """Run jobs that no other worker has claimed, one at a time; jobs other than `stage 1` wait for their stage 1."""
+    """Run jobs that no other worker has claimed, one at a time; other jobs wait for their `stage 1`."""
     import torch
 
     torch.set_num_threads(1)
@@ -206,8 +206,8 @@ COLUMNS = {
 def table_lines(results: list[dict[str, Any]], by: str, seeds: list[int] | None) -> Iterable[str]:
     """Yield a table of settings: mean scores, and paired differences from the control with their 95 % intervals.
 
-    `tokens` is the number of trained tokens relative to the control. `before` is the compared metric (by default F1)
-    after stage 1, and `further` is the same metric for the control.
+    `tokens` is the number of trained tokens relative to the control. `before` is the metric `by` after stage 1, and
+    `further` is this metric for the control.
     """
     chosen = [line for line in results if seeds is None or line["seed"] in seeds]
     controls = {(line["kind"], line["seed"]): line for line in chosen if line["name"] == "control"}
