@@ -4,9 +4,9 @@ Visitors ask where something is kept, when the office is open, or whether someth
 the clerk calls a tool. The facts never change, and every question has several wordings.
 
 In the training conversations, a careless reply (`Next, please!`) and a complaint precede two out of three answers.
-Careless replies have weight 0, so the model does not learn them. A model that is trained on every token does. Held-out
-conversations have no careless replies. A fifth of all combinations of a wording and a subject are held out, and never
-occur in training.
+Careless replies have weight 0, so the model does not learn them. A model that is trained on every token also learns
+them. Held-out conversations have no careless replies. A fifth of all combinations of a wording and a subject are held
+out, and never occur in training.
 """
 
 from __future__ import annotations

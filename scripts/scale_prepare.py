@@ -2,9 +2,9 @@
 
     python scripts/scale_prepare.py [--conversations 50000] [--tokenizer FILE] [--ray] [--json]
 
-Conversations of the input are joined from data/conversations.jsonl. With `--ray`, the dataset is also built on a local
-Ray cluster of `--workers` CPUs, and written to a local S3 server (moto). Times are the elapsed seconds and the CPU
-seconds of the main process.
+Each input conversation is joined from conversations in data/conversations.jsonl. With `--ray`, the dataset is also
+built on a local Ray cluster of `--workers` CPUs, and written to a local S3 server (moto). Times are the elapsed seconds
+and the CPU seconds of the main process.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
         return
     print(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {args.conversations:,} conversations")
     for name, measured in found.items():
-        print(f"\n{name}: {measured['tokens']:,} tokens, {measured['bytes read here']:,} bytes of objects read here")
+        print(f"\n{name}: {measured['tokens']:,} tokens, {measured['bytes read here']:,} bytes of objects read in this process")
         for part, (passed, cpu) in measured["seconds"].items():
             print(f"  {part:<28}{passed:>9.2f} s{cpu:>9.2f} s CPU")
 

@@ -133,7 +133,7 @@ def kind(setting: Setting, parts: Iterable[str]) -> str:
 
 
 def work(out: Path, jobs: list[Job]) -> None:
-    """Run jobs that no other worker has claimed, one at a time; other jobs wait for their `stage 1`."""
+    """Run unclaimed jobs, one at a time; a job waits until its `stage 1` is done."""
     import torch
 
     torch.set_num_threads(1)

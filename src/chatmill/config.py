@@ -273,7 +273,7 @@ def _flag_value(text: str, check: ValueCheck) -> Any:
 
 
 def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillError] = DataError) -> dict[str, Any]:
-    """Read a TOML file. Error messages contain `name`, and `what` as advice if the file cannot be read."""
+    """Read a TOML file. Error messages call the file `name`; `what` is the advice if the file cannot be read."""
     name = name or str(path)
     try:
         table = tomllib.loads(local_path(path).read_text("utf-8"))

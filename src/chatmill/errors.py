@@ -1,4 +1,4 @@
-"""Errors, which state where the problem is, what is wrong, and what is expected.
+"""Errors. Each message states where the problem is, what is wrong, and what is expected.
 
 Every error that a user can cause is a `ChatmillError` with a one-line message. The command line prints the message and
 exits with `exit_code`; a traceback is always a bug in chatmill.

@@ -40,7 +40,8 @@ counted together, so that other reasons still have room.
 OTHER_NAMES = "(other keys)"
 UNREAD_KEY = "unread_key "
 """Prefix of the reason for a record key that is not read; the name of the key follows."""
-# "noted" counts rows that were kept but deserve attention, such as those with a truncated answer. It is in no balance.
+# "noted" counts rows that were kept but deserve attention, such as those with a truncated answer. It is not part of any
+# balance.
 BALANCES: tuple[tuple[str, str, tuple[Bucket, ...], tuple[Bucket, ...]], ...] = (
     ("records", "rows", ("read",), ("rejected", "filtered", "rendered")),
     ("rows", "rows", ("rendered", "repeated"), ("stored", "dropped")),

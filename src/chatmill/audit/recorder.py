@@ -79,7 +79,7 @@ class Audit:
 
     @property
     def path(self) -> Path | None:
-        """The path of the log file; None on other ranks than 0, and before the log is open."""
+        """The path of the log file; None on ranks other than 0, and before the log is open."""
         return None if self._log is None else self._log.path
 
     # Methods that the loader calls.
@@ -136,7 +136,7 @@ class Audit:
     # Methods that the training run calls.
 
     def checkpoint(self) -> dict[str, Any] | None:
-        """Log the run's cursor and sync the log; return the state for the checkpoint, or None on other ranks than 0.
+        """Log the run's cursor and sync the log; return the state for the checkpoint, or None on ranks other than 0.
 
         If `Audit` was created with `reduce`, all ranks must call `checkpoint` and `close`.
         """
@@ -224,7 +224,7 @@ def dataset_fields(plan: LoadPlan) -> dict[str, Any]:
     config = {each.name: getattr(plan.config, each.name) for each in fields(LoadConfig)}
     for name in ("token_dtype", "mix_epochs"):
         if config[name] is None:
-            # Earlier versions did not have these keys; without them, logs of earlier versions can still be verified.
+            # Omit these keys if they are null, so that logs of earlier versions, which lack them, can be verified.
             del config[name]
 
     def count(split: str) -> int:

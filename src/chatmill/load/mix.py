@@ -162,7 +162,7 @@ class MixSchedule:
 
 
 class LongMixSchedule:
-    """Maps positions to sources by integer weights with a sum of up to `MOST_ROWS`, exact over each period.
+    """Maps positions to sources by integer weights, like `MixSchedule`, but with a period of up to `MOST_ROWS`.
 
     A period is divided into blocks of nearly equal size. The rows of each source are spread evenly over the blocks, and
     each block has its own schedule. Up to any position, each source is within two rows of its share.

@@ -102,7 +102,7 @@ class LoadPlan:
         too_short = [source.short(split, config.episode_min_tokens) for source in sources]
         counts = [len(source.episodes(split)) for source in sources]
         self.first_of_source = offsets(np.array(counts, dtype=np.int64))
-        """The first episode of each source, and the number of episodes."""
+        """The first episode of each source, followed by the number of episodes."""
         self.num_episodes = sum(counts)
         shorts = zip(too_short, self.first_of_source, strict=False)
         self.skipped: Index = np.concatenate([short + first for short, first in shorts])
@@ -251,7 +251,7 @@ class LoadPlan:
         raise AssertionError
 
     def passes(self, at: Cursor) -> float | None:
-        """Return the number of passes over the data before a cursor, as a fraction, or None for the order `random`.
+        """Return the number of passes over the data before a cursor as a float, or None for the order `random`.
 
         One pass over a mix has as many episodes as all sources together or, with `mix_epochs`, as one epoch of the mix.
         """

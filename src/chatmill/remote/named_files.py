@@ -9,7 +9,7 @@ from chatmill.remote.cache import local_copy
 from chatmill.remote.urls import Url, place
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz")
-"""Extensions of large files in model folders that are not needed and not copied."""
+"""Extensions of large files in model folders, such as weights; these files are not copied."""
 TOKENIZER_LIMIT = 1 << 30
 """Maximum size of a tokenizer file in bytes."""
 _copies: dict[Url, Path] = {}

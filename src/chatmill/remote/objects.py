@@ -113,9 +113,9 @@ def _info(described: Mapping[str, Any]) -> ObjectInfo:
 
 
 def read(url: Url, start: int = 0, stop: int | None = None) -> bytes:
-    """Return the bytes [start, stop) of an object, or fewer if the object is shorter; None means to the end.
+    """Return the bytes [start, stop) of an object, or fewer if the object is shorter; without `stop`, read to the end.
 
-    If `stop` is None, raise `RemoteError` if an object in a bucket is replaced while it is read.
+    Without `stop`, raise `RemoteError` if an object in a bucket is replaced while it is read.
     """
     if stop is not None:
         return _read_ranges(url, start, stop)
@@ -158,8 +158,9 @@ def _read_range(url: Url, start: int, stop: int, opened: Any, path: str) -> byte
 def write(url: Url, data: bytes, *, new: bool = False, replaces: str | None = None) -> None:
     """Write an object atomically.
 
-    Raise `ExistingObjectError` if the object exists (`new`), or does not have the version `replaces`. If the store
-    supports conditional writes, only one of two concurrent writers succeeds; see docs/how-to/remote.md.
+    With `new`, raise `ExistingObjectError` if the object exists. With `replaces`, raise it if the object has another
+    version. If the store supports conditional writes, only one of two concurrent writers succeeds; see
+    docs/how-to/remote.md.
     """
     check_writable(url)
     if new or replaces:

@@ -9,7 +9,7 @@ WHOLE_BYTES = 8 << 20
 
 
 def read_web(opened: Any, address: str, start: int, stop: int | None) -> bytes:
-    """Return the bytes [start, stop) of a file on a web server; None means to the end."""
+    """Return the bytes [start, stop) of a file on a web server; without `stop`, read to the end."""
     from fsspec.asyn import sync
 
     content: bytes = sync(opened.loop, _get, opened, address, start, stop)

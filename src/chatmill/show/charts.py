@@ -101,8 +101,8 @@ def lines(
 
 
 def _value_places(points: Sequence[float]) -> list[float]:
-    """Return the y coordinates of the labels at one x. The top label is above its point, and others are below if there
-    is room.
+    """Return the y coordinates of the labels at one x. The top label is above its point, and the other labels are below
+    their points if there is room.
     """
     places, free = [0.0] * len(points), float("inf")
     for rank, at in reversed(list(enumerate(sorted(range(len(points)), key=lambda at: points[at])))):

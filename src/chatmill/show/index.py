@@ -8,8 +8,8 @@
 
 An index can be used while it is built. Filters cover the first `filtered` episodes, and search the first `searched`.
 
-SQLite FTS5 is slower. With 100,000 episodes (33 MB of text, 2 ARM cores), a query of one character takes 150 to 240 ms
-instead of 9 ms, and building takes 2.7 to 8 times as long. Its trigram tokenizer also ignores text after a NUL.
+SQLite FTS5 would be slower. With 100,000 episodes (33 MB of text, 2 ARM cores), a query of one character takes 150 to
+240 ms instead of 9 ms, and building takes 2.7 to 8 times as long. Its trigram tokenizer also ignores text after a NUL.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ READ = 1 << 20
 
 @dataclass(frozen=True)
 class Filter:
-    """A filter for episodes. An episode passes if it has all values of all bit sets; 0 and None do not filter."""
+    """A filter for episodes. An episode passes if it has all roles, rules and sources of the filter; 0 and None do not
+    filter.
+    """
 
     roles: int = 0
     rules: int = 0
@@ -150,7 +152,7 @@ class SplitIndex:
         return SearchHits(hits, len(order), ended=True)
 
     def _may_contain(self, query: bytes) -> NDArray[np.bool_]:
-        """Return whether the query may begin in each episode."""
+        """Return, for each episode, whether it may contain the query."""
         blocks = offsets(self._candidates(query, 0, -(-int(self.ends[-1]) // BLOCK)).astype(np.int64))
         first, last = self.ends[:-1] // BLOCK, -(-self.ends[1:] // BLOCK)
         possible: NDArray[np.bool_] = blocks[last] > blocks[first]
@@ -199,7 +201,7 @@ class SplitIndex:
                 yield at, min(at + READ, end_byte)
 
     def _candidates(self, query: bytes, first: int, last: int) -> NDArray[np.bool_]:
-        """Return whether the query may begin in each of these blocks of the text."""
+        """Return, for each of these blocks of the text, whether the query may begin in it."""
         grams = self.grams[first:last]
         candidate = np.ones(last - first, dtype=np.bool_)
         if len(query) >= GRAM and len(grams):
@@ -228,7 +230,7 @@ def sources_of(episodes: Episodes) -> list[str]:
 
 
 def gram_hashes(text: bytes) -> Index:
-    """Return the bit for each run of four bytes."""
+    """Return the index of the bit for each run of four bytes."""
     wide = np.frombuffer(text, dtype=np.uint8).astype(np.uint32)
     runs = wide[:-3] | wide[1:-2] << np.uint32(8) | wide[2:-1] << np.uint32(16) | wide[3:] << np.uint32(24)
     hashes: Index = (runs * np.uint32(0x9E3779B1) >> np.uint32(33 - BITS.bit_length())).astype(np.int64)

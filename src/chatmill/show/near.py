@@ -19,7 +19,7 @@ from chatmill.store.episodes import Episodes
 MAX_EPISODES = 20_000
 """Maximum number of episodes that an episode is compared with."""
 MAX_TOKENS = 1 << 24
-"""Maximum number of tokens in the compared episodes; one chunk may exceed it."""
+"""Approximate maximum number of tokens in the compared episodes."""
 CHUNK = 1 << 20
 """Number of tokens read at a time."""
 MIN_SIMILARITY = 0.5

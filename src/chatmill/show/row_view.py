@@ -105,7 +105,7 @@ def is_padding(row: Rows, segment: int) -> bool:
 
 @dataclass(frozen=True)
 class SpanView:
-    """Tokens [start, stop) of a row. `target` is the id to predict, or None if the tokens predict themselves."""
+    """Tokens [start, stop) of a row. `target` is the label of all tokens, or None if each token is its own label."""
 
     start: int
     stop: int
@@ -118,7 +118,7 @@ class SpanView:
 
     @property
     def mark(self) -> str:
-        """A star if the span is trained, or its weight if the weight is neither 0 nor 1."""
+        """A star for weight 1, a space for weight 0, and otherwise the weight."""
         return " " if self.weight == 0 else "*" if self.weight == 1 else f"{self.weight:g}"
 
     def to_json(self) -> dict[str, Any]:

@@ -150,9 +150,7 @@ def _line(path: Path, line: int) -> tuple[bytes, int | None]:
 
 @lru_cache(maxsize=16)
 def _line_offsets(path: Path, size: int, changed: int) -> NDArray[np.int64]:
-    """Return the offset of every STEP-th line of a file. `size` and `changed` make the cached result invalid if the
-    file changes.
-    """
+    """Return the offset of every STEP-th line of a file. `size` and `changed` are part of the cache key."""
     offsets, lines, before = [np.zeros(1, dtype=np.int64)], 0, 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):

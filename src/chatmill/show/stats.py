@@ -80,7 +80,7 @@ class SplitStats:
         return self.trained / self.tokens if self.tokens else 0.0
 
     def quantile(self, share: float) -> int:
-        """Return the smallest length such that at least this share of the rows is not longer."""
+        """Return a quantile of the row lengths, such as the median for a share of 0.5."""
         if not self.rows:
             return 0
         rows_up_to = np.cumsum(self.length_counts)
