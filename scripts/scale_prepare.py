@@ -67,7 +67,8 @@ def main() -> None:
         return
     print(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {args.conversations:,} conversations")
     for name, measured in found.items():
-        print(f"\n{name}: {measured['tokens']:,} tokens, {measured['bytes read here']:,} bytes of objects read in this process")
+        read = measured["bytes read here"]
+        print(f"\n{name}: {measured['tokens']:,} tokens, {read:,} bytes of objects read in this process")
         for part, (passed, cpu) in measured["seconds"].items():
             print(f"  {part:<28}{passed:>9.2f} s{cpu:>9.2f} s CPU")
 

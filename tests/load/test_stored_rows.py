@@ -127,5 +127,5 @@ def test_spans_that_do_not_tile_their_tokens_are_refused(tmp_path):
     for length in (right[15 * 5] + 1, right[15 * 5] - 1, 0, 255):
         path.write_bytes(right[: 15 * 5] + bytes([length]) + right[15 * 5 + 1 :])
         loader = EpisodeLoader(target, {"batch_size": 8, "block_size": 40}, tensors=False)
-        with pytest.raises(DataError, match=r"spans\.bin: spans do not exactly cover the tokens of their rows; the file was"):
+        with pytest.raises(DataError, match=r"spans\.bin: spans do not exactly cover the tokens of their rows; the"):
             loader.get_batch()

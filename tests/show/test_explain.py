@@ -96,7 +96,8 @@ def test_after_reweighing_the_explanation_uses_the_new_train_on(chats, tmp_path)
     reweigh_dataset(chats.path, tmp_path / "exchange", train_on="last-exchange")
     shown = open_view(tmp_path / "exchange")
     assert (
-        "a user message follows this answer, and train_on last-exchange selects only answers after the last user message"
+        "a user message follows this answer, "
+        "and train_on last-exchange selects only answers after the last user message"
         in explain_token(shown, "train", 1, 9).sentence
     )
     trained = (

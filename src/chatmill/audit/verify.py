@@ -226,7 +226,9 @@ class _Checker:
         plan, (at, started, total) = run.plan, self._state
         first, stop = whole_number(line, "first_step", 0), whole_number(line, "stop_step", 1)
         if first != at.step or not first < stop <= first + run.every:
-            raise MismatchError(f"covers steps {first} to {stop}; expected at most {run.every} steps, starting at {at.step}")
+            raise MismatchError(
+                f"covers steps {first} to {stop}; expected at most {run.every} steps, starting at {at.step}"
+            )
         if plan.step(at).begins_epoch and not started:
             raise MismatchError(f"covers steps of epoch {at.epoch}, which has no epoch_start line")
         steps, digest, counts = recompute(run, at, stop)
