@@ -3,13 +3,13 @@
     python scripts/make_data.py            write the files
     python scripts/make_data.py --check    exit with 1 if a file differs from what this script writes
 
-conversations.jsonl      `messages` shape: questions with one right answer, small talk, some with several turns
-tool_conversations.jsonl `tool` shape: the assistant calls tools and reads their results
-primer.jsonl             `primer` shape: role and content only
-desk_chat.jsonl, desk_tools.jsonl
-                         training data of the demo: the desk of a lost property office (scripts/demo_data.py)
-desk_chat_heldout.jsonl, desk_tools_heldout.jsonl
-                         held-out questions of the demo, which do not occur in its training data
+    conversations.jsonl      `messages` shape: short questions with answers, and small talk
+    tool_conversations.jsonl `tool` shape: the assistant calls tools and reads their results
+    primer.jsonl             `primer` shape: role and content only
+    desk_chat.jsonl, desk_tools.jsonl
+                             training data of the demo: the desk of a lost property office (scripts/demo_data.py)
+    desk_chat_heldout.jsonl, desk_tools_heldout.jsonl
+                             held-out questions of the demo, which do not occur in its training data
 
 Each file depends only on its seed, so its bytes are the same on every machine.
 """

@@ -1,6 +1,6 @@
 """Write docs/images/viewer.png and docs/images/report.png, which show a dataset made from data/conversations.jsonl.
 
-python scripts/screenshots.py [FOLDER]    write both images into FOLDER; the default is docs/images
+    python scripts/screenshots.py [FOLDER]    write both images into FOLDER; the default is docs/images
 
 Requires Chromium and Playwright, like the browser tests in tests/show.
 """

@@ -5,8 +5,8 @@
     python scripts/sentences.py --kinds docs string --sample 20     only some kinds
     python scripts/sentences.py --check                             fail on phrases in scripts/phrases.txt
 
-The kinds are `docs` (Markdown outside of code blocks), `docstring`, `comment` (Python, C, Makefile) and `string`
-(literals of at least three words: errors, help and progress). Paths default to the whole repository.
+The kinds are `docs` (Markdown outside of code blocks), `docstring`, `comment` and `string` (such as errors and help).
+Paths default to the whole repository.
 """
 
 from __future__ import annotations

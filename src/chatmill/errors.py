@@ -83,8 +83,8 @@ def _record_error(what: str, right: str, kind: str, state: dict[str, object]) ->
 def one_line(text: str, limit: int | None = 80, *, keep: str = "") -> str:
     r"""Make text from data safe to print: escape unprintable characters and truncate after `limit` characters.
 
-    Line breaks, control characters, direction marks and other invisible characters are escaped, and so are bytes of
-    file names that are not UTF-8. Characters in `keep`, such as line ends, are not escaped.
+    Line breaks, control characters, direction marks and other invisible characters are escaped. So are bytes in file
+    names that are not UTF-8. Characters in `keep`, such as line ends, are not escaped.
 
     >>> print(one_line("a\x1b[2J\nb\u202e"))
     a\x1b[2J\nb\u202e

@@ -1,7 +1,7 @@
 """Mix several sources: select a source for each position, and order its episodes.
 
-Weights are converted to integers. Their sum is the period of a table that maps every position to a source, so shares do
-not drift and no state is needed. Each source has its own epochs, independent of batch boundaries.
+Weights are converted to integers. Their sum is the period of a table that maps every position to a source. Shares
+therefore do not drift, and no state is needed. Each source has its own epochs, independent of batch boundaries.
 """
 
 from __future__ import annotations

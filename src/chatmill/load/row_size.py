@@ -20,8 +20,8 @@ def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
     """Return the average number of tokens, or of trained tokens, per eligible episode in a batch, depending on
     `mix_by`.
 
-    Totals are read from the metadata. The index is scanned if episodes are skipped or truncated, or to read the mask of
-    each row's first token, which has no loss because no token predicts it.
+    Totals are read from the metadata. The index is scanned if episodes are skipped or truncated. It is also scanned to
+    read the mask of each row's first token, which has no loss.
     """
     episodes = source.episodes(split)
     by_mask = config.mix_by == "trained_tokens" and config.use_loss_mask

@@ -14,7 +14,7 @@ class Tensors:
     """Converts arrays to tensors. For a GPU, tensors are pinned and copied on a separate stream.
 
     The second return value is None, or a function that the loader calls when it returns a batch. The function makes the
-    current stream wait for the copy, and keeps the memory from being reused before that stream has finished with it.
+    current stream wait for the copy, and keeps the memory until that stream has finished.
     """
 
     def __init__(self, device: Any = None, *, pin_memory: bool = False) -> None:

@@ -32,8 +32,8 @@ def shown(url: Url) -> str:
 def filesystem(url: Url) -> tuple[Any, str]:
     """Return the fsspec filesystem for a URL and the path in the filesystem.
 
-    Raise `UsageError` if a required library is missing. Call this function for every request: fsspec caches one
-    filesystem per process, and a forked process cannot use the filesystem of its parent.
+    Raise `UsageError` if a required library is missing. Call this function for every request, because a forked process
+    cannot use the filesystem of its parent. fsspec caches one filesystem per process.
     """
     extra = EXTRAS[url.scheme]
     # Keep gcsfs from requesting the type of each bucket and from opening gRPC channels, which break after a fork.

@@ -1,16 +1,16 @@
 """Show datasets: in the terminal, as a report, and in a browser. All views are computed from the stored spans.
 
-text, dataset, mixed    the text of tokens, escaped and searched; a dataset or a folder of datasets, with the tokenizer
-row_view, explain       the turns, spans and origins of a row; why a token is in the loss mask or is context
-terminal                rows in the terminal: by span, by turn, by token
-stats, charts, report   statistics of a split, and an HTML page about a dataset
-index, index_build      the viewer's index for filters, sorting and search
-losses                  the losses that a run logged, by episode
-compare, compare_report the differences between the loss masks of chatmill and another library
-source_record           the record that a segment was rendered from
-near                    near-duplicates of an episode
-order_view              the position of an episode in an epoch; the rows of a training step
-viewer, server, page/   the viewer's JSON API, its HTTP server, and the page
+    text, dataset, mixed    the text of tokens; a dataset or a folder of datasets, with the tokenizer
+    row_view, explain       the turns, spans and origins of a row; why a token is in the loss mask or is context
+    terminal                rows in the terminal: by span, by turn, by token
+    stats, charts, report   statistics of a split, and an HTML page about a dataset
+    index, index_build      the viewer's index for filters, sorting and search
+    losses                  the losses that a run logged, by episode
+    compare, compare_report the differences between the loss masks of chatmill and another library
+    source_record           the record that a segment was rendered from
+    near                    near-duplicates of an episode
+    order_view              the position of an episode in an epoch; the rows of a training step
+    viewer, server, page/   the viewer's JSON API, its HTTP server, and the page
 
 Names are imported lazily.
 """

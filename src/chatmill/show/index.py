@@ -8,8 +8,8 @@
 
 An index can be used while it is built. Filters cover the first `filtered` episodes, and search the first `searched`.
 
-SQLite FTS5 would be slower. With 100,000 episodes (33 MB of text, 2 ARM cores), a query of one character takes 150 to
-240 ms instead of 9 ms, and building takes 2.7 to 8 times as long. Its trigram tokenizer also ignores text after a NUL.
+SQLite FTS5 would be slower. With 100,000 episodes on 2 ARM cores, a query of one character takes 150 to 240 ms instead
+of 9 ms, and building takes 2.7 to 8 times as long. Its trigram tokenizer also ignores text after a NUL.
 """
 
 from __future__ import annotations
