@@ -58,8 +58,6 @@ def split_questions(seed: int) -> tuple[Questions, Questions]:
 
 
 class Desk:
-    """A conversation that is being built."""
-
     def __init__(self, questions: Questions, rng: random.Random) -> None:
         self.questions, self.rng = questions, rng
         self.messages: list[dict[str, Any]] = []

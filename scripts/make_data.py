@@ -339,7 +339,6 @@ def tool_conversation(rng: random.Random) -> list[dict[str, Any]]:
 
 
 def distinct(make: Callable[[random.Random], list[dict[str, Any]]], *, seed: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield an infinite sequence of distinct conversations."""
     rng = random.Random(seed)
     seen = set()
     while True:
@@ -363,7 +362,6 @@ def files() -> dict[str, str]:
 
 
 def desk_files() -> dict[str, str]:
-    """Return the demo's training conversations and its held-out questions."""
     texts = {}
     kinds = (("desk_chat", demo_data.chat, 500, 80), ("desk_tools", demo_data.tools, 600, 50))
     for questions, kept in zip(demo_data.split_questions(4), ("", "_heldout"), strict=True):

@@ -41,7 +41,6 @@ def main() -> int:
 
 
 def read(path: Path) -> Any:
-    """Read and validate a notebook."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     return notebook

@@ -139,7 +139,6 @@ def python_passages(source: str) -> Iterator[tuple[int, str, str]]:
 
 
 def template_part(part: ast.expr) -> str:
-    """Return a part of an f-string as it appears in the source."""
     return str(part.value) if isinstance(part, ast.Constant) else "{" + ast.unparse(part.value) + "}"  # type: ignore[attr-defined]
 
 

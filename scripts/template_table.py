@@ -56,8 +56,6 @@ LEGEND = """The last column lists the tokens on which the two masks differ.
 
 
 class Line(NamedTuple):
-    """The result for one template."""
-
     name: str
     findings: list[Finding]
     origin: int
@@ -215,7 +213,6 @@ def differences(text: str, ours: Sequence[tuple[int, int]], theirs: Sequence[tup
 
 
 def markdown(table: Sequence[Line]) -> str:
-    """Return the table and its totals."""
     certified = sum(line.certified for line in table)
     both = sum(line.starts > 0 and line.stops > 0 for line in table)
     out = [

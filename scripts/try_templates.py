@@ -47,7 +47,6 @@ NOT_STOPS = ("<|end|>", "<|eom|>")
 
 
 def guess_tokens(source: str) -> dict[str, Any]:
-    """Guess the control tokens of a template."""
     # Hunyuan's template inserts a suffix into its control tokens.
     written = {token.replace("{}", ":opensource") for token in CONTROL.findall(source)}
     soft = {*SOFT.findall(source), "<think>", "</think>"}

@@ -95,8 +95,6 @@ class Setting:
 
 
 class Scores(NamedTuple):
-    """Scores of a model on held-out scenes."""
-
     recall: float
     precision: float
     f1: float

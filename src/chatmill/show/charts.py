@@ -112,7 +112,6 @@ def _value_places(points: Sequence[float]) -> list[float]:
 
 
 def _axes(most: float, x_label: str, y_label: str, *, percent: bool = False) -> list[Markup]:
-    """Return the grid lines with their values, and the axis labels."""
     parts = []
     for at in range(TICKS + 1):
         value, y = most * at / TICKS, HEIGHT - BOTTOM - PLOT_HEIGHT * at / TICKS

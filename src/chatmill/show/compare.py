@@ -180,7 +180,6 @@ def aligned(ours: Ids, theirs: Ids) -> Iterator[tuple[int, int, int, int, bool]]
 
 
 def _equal_length(ours: Ids, theirs: Ids) -> int:
-    """Return the length of the common prefix."""
     differs = ours != theirs
     return int(differs.argmax()) if differs.any() else len(ours)
 

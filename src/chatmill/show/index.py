@@ -215,7 +215,6 @@ class SplitIndex:
 
 
 def _share(columns: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the trained share of each episode's tokens."""
     share: NDArray[np.float64] = columns["trained"] / np.maximum(columns["tokens"], 1)
     return share
 

@@ -194,7 +194,6 @@ def replayed_rows(replayed: ReplayedStep, tokenizer: Tokenizer | None) -> Iterat
 
 
 def _origin(plan: LoadPlan, episode: int, segment: int) -> str:
-    """Return the source, file and line of a segment."""
     origin = conversation(plan.sources, plan.split, episode, segment)
     assert origin is not None
     name = f"{one_line(origin.source.name)} " if origin.source.name else ""

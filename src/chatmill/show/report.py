@@ -187,7 +187,6 @@ def _spread(rows: int, count: int) -> list[int]:
 
 
 def _sample(view: DatasetView, split: str, number: int) -> dict[str, Any]:
-    """Return the turns, spans and first tokens of an episode."""
     row = view.row(split, number)
     parts: list[dict[str, Any]] = []
     left = SAMPLE_TOKENS
