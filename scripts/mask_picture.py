@@ -54,8 +54,7 @@ def main() -> int:
 
 
 def rendered_messages() -> tuple[list[list[tuple[str, bool]]], int, int]:
-    """Return the tokens of each message as (text, is_trained), the number of tokens, and the number of trained tokens.
-    """
+    """Return the tokens of each message as (text, is_trained), the number of tokens, and how many are trained."""
     texts = [text for record in read_records(ROOT / "data/conversations.jsonl") for text in record_texts(record)]
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Path(folder, "tokenizer.json")

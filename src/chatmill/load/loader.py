@@ -221,8 +221,7 @@ class EpisodeLoader(IterableDataset):
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing, because the loader counts epochs; raise `UsageError` if Accelerate would shard the batches again.
-        """
+        """Do nothing, because the loader counts epochs; raise `UsageError` if Accelerate would shard the batches."""
         check_epoch_reader(self.rank, self.world_size)
 
     def get_batch(self, split: str | None = None) -> Batch:

@@ -27,8 +27,7 @@ OTHER_REASONS = "other reasons"
 
 @dataclass(frozen=True)
 class TokenView:
-    """A token of an example: its text, whether it is in the loss mask, and whether the two rows differ at this token.
-    """
+    """A token of an example: its text, whether it is in the loss mask, and whether the two rows differ there."""
 
     text: str
     trained: bool
