@@ -35,7 +35,7 @@ class RecordPreview:
 
 @dataclass(frozen=True)
 class DatasetView:
-    """An open dataset or cache, with the text of its tokens; `without_text` is the reason if the text is not available."""
+    """An open dataset or cache, with the text of its tokens; `without_text` is the reason if text is not available."""
 
     dataset: Dataset
     text: TokenText
