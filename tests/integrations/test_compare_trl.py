@@ -184,7 +184,7 @@ def test_an_end_that_trl_does_not_train_is_found_and_shown(run, tmp_path):
     assert code == 0
     assert "TRL warns: the end of an answer is not in the loss; the model may not learn to stop" in out.splitlines()
     assert out.splitlines()[-7:-2] == [
-        "the end of an answer, which TRL does not train: the model does not learn to stop",
+        "the end of an answer, which TRL does not train on: the model does not learn to stop",
         "  1 trained only by chatmill, in 1 record",
         "    chat.jsonl:1",
         "      chatmill …│s│t│a│n│t│↵│[Y│o│<|im_end|>]│↵",
