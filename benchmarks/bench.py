@@ -36,7 +36,7 @@ from targets import missed
 HERE = Path(__file__).resolve().parent
 DOCS, RESULTS = HERE.parent / "docs" / "explanation", HERE / ".results"
 BUSY = 0.5
-"""Load average of the last minute above which timings are not reliable."""
+"""Timings are not reliable if the load average of the last minute is higher than this."""
 
 
 class Step(NamedTuple):
@@ -149,7 +149,7 @@ def measure(only: list[str] | None, own: list[object], results: Path, *, quick: 
 
 
 def run(script: str, words: list[object]) -> Any:
-    """Run a benchmark and return the JSON that it prints, even if it exits with 1 because it missed a target."""
+    """Run a benchmark and return the JSON that it prints. A benchmark that misses a target exits with 1."""
     command = [sys.executable, str(HERE / script), *map(str, words)]
     if script != "corpus.py":
         command.append("--json")
@@ -171,7 +171,7 @@ def announced(name: str) -> Iterator[None]:
 
 
 def training(files: list[Path], results: Path) -> None:
-    """Store the GPU results from `files`, or measure them on this machine if there are no files."""
+    """Store the GPU results in `files`, or measure them here if `files` is empty."""
     if not files:
         files = [results / "train.jsonl"]
         with announced("training"):
@@ -182,13 +182,12 @@ def training(files: list[Path], results: Path) -> None:
 
 
 def read(results: Path) -> Results:
-    """Return the results in a folder, and the stored GPU results."""
     found = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(results.glob("*.json"))}
     return {**found, "gpu": kept()}
 
 
 def write(found: Results, out: Path, *, whole: bool) -> list[Path]:
-    """Write the flame graphs and, if `whole` is true, the page and the chart."""
+    """Write the flame graphs. If `whole` is true, also write the page and the chart."""
     texts = {"benchmarks.md": page(found), "benchmarks.svg": chart(found)} if whole else {}
     for part in found.get("profiles", {}).get("parts", []):
         texts[f"flame-{part['name']}.svg"] = flame_graph(part["title"], part["stacks"])

@@ -1,4 +1,4 @@
-"""Draw the chart of speedups over each peer, on a logarithmic scale, as plain SVG."""
+"""Draw a chart of chatmill's speedups over its peers as SVG, on a logarithmic scale."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ STYLE = """
 
 
 def chart(results: Results) -> str:
-    """Draw one bar for each comparison with a peer; a longer bar means a larger speedup of chatmill. A bar to the left
-    of 1 means that the peer is faster.
-    """
+    """Draw one bar for each comparison with a peer. A bar to the left of 1 means that the peer is faster."""
     shown = [line for line in lines(results) if line.times is not None] + _training(results)
     most = max([100.0, *(line.times or 0 for line in shown)])
     least = min([1.0, *(line.times or 1 for line in shown)])
@@ -69,7 +67,7 @@ def _bar(line: Line, y: float, at) -> list[str]:  # type: ignore[no-untyped-def]
 
 
 def _training(results: Results) -> list[Line]:
-    """Compare chatmill's own model with peers that train at the same precision, and with common setups."""
+    """Compare chatmill's own model with peers at the same precision, and with common setups."""
     found = {name: one for name, one in results.get("gpu", {}).items() if "error" not in one}
     if (ours := found.get("0.6b-own-adamw")) is None:
         return []

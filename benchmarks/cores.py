@@ -4,8 +4,8 @@
     python benchmarks/cores.py --cores 2 4 8     these numbers of cores
 
 The input is 50,000 conversations, repeated `--times` times and packed into rows of 4096 tokens. Start-up time is
-excluded. All builds write the same bytes. *Serial* is the CPU time of the main process, whose work is not parallel: it
-plans the shards, collects the results of units and removes the staged files.
+excluded. All builds write the same bytes. *Serial* is the CPU time of the main process. That process plans the shards,
+collects the results of units and removes the staged files.
 """
 
 from __future__ import annotations
@@ -80,9 +80,7 @@ def main() -> int:
 
 
 def build(job: Job, renderer: Renderer, folder: Path, workers: int) -> dict[str, Any]:
-    """Time one build; return its seconds, and the CPU time of the main process in seconds and as a share of all CPU
-    time.
-    """
+    """Time one build; return its seconds, and the CPU seconds of the main process and their share of all CPU time."""
     shutil.rmtree(folder / "dataset", ignore_errors=True)
     os.sync()
     before, began = times(), time.perf_counter()
@@ -99,7 +97,7 @@ def build(job: Job, renderer: Renderer, folder: Path, workers: int) -> dict[str,
 
 
 def times() -> tuple[float, float]:
-    """Return the CPU time of this process and of its child processes that have ended."""
+    """Return the CPU time of this process, and of its child processes that have ended."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     own, others = (each.ru_utime + each.ru_stime for each in used)
     return own, others

@@ -1,8 +1,8 @@
-"""Generate the benchmark data: conversations with realistic lengths, made from text that every machine has.
+"""Generate the benchmark data: conversations with realistic lengths.
 
-English prose comes from the docstrings of the Python installation, and code from its sources; words of other languages
-are random letters from their scripts. All data is generated from a fixed seed once, and kept under `benchmarks/.data`.
-`python benchmarks/corpus.py` generates the data; use `--input` and `--tokenizer` to run a benchmark on your own data.
+English prose comes from the docstrings of the Python installation, and code from its sources. Words of other languages
+are random letters from their scripts. `python benchmarks/corpus.py` generates the data once, from a fixed seed, and
+stores it in `benchmarks/.data`. Use `--input` and `--tokenizer` to run a benchmark on your own data.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def prose_and_code(rng: random.Random) -> tuple[list[str], list[str]]:
 
 def foreign(rng: random.Random) -> str:
     first, last, letters, separator = rng.choice(SCRIPTS)
-    # Word frequencies are Zipf-like, so that some words are common, as in a real language.
+    # Zipf-like frequencies make some words common, as in a real language.
     words = []
     for _ in range(rng.randrange(8, 30)):
         word_rng = random.Random(int(rng.paretovariate(0.7)) % 5000)
@@ -74,7 +74,7 @@ def foreign(rng: random.Random) -> str:
 
 
 def conversations(count: int, *, seed: int = 0) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Yield multi-turn chats of about 780 tokens each; about two thirds of the tokens are in assistant turns."""
+    """Yield multi-turn chats of about 780 tokens, two thirds of them in assistant turns."""
     rng = random.Random(seed)
     prose, code = prose_and_code(rng)
 
@@ -97,7 +97,7 @@ def conversations(count: int, *, seed: int = 0) -> Iterator[dict[str, list[dict[
 
 
 def chat_file(count: int) -> Path:
-    """Return the file of `count` conversations, and create it if it does not exist."""
+    """Return the file of `count` conversations. Create it if it does not exist."""
     path = DATA / f"chat-{count}.jsonl"
     if not path.exists():
         print(f"making {path.name} …", file=sys.stderr, flush=True)
@@ -111,7 +111,7 @@ def chat_file(count: int) -> Path:
 
 
 def tokenizer_file(vocab_size: int = 100_000) -> Path:
-    """Train a byte-level BPE on generated conversations, with the ChatML control tokens."""
+    """Train a byte-level BPE, with the ChatML control tokens, on generated conversations."""
     from chatmill.format import load_format
     from chatmill.tokenizer import train_bpe
 
@@ -142,7 +142,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(args: argparse.Namespace) -> Data:
-    """Return the files given on the command line, or generated ones."""
+    """Return the files from the command line, or generated ones."""
     DATA.mkdir(exist_ok=True)
     tokenizer = args.tokenizer or tokenizer_file()
     if args.input is None:
@@ -152,12 +152,12 @@ def chosen(args: argparse.Namespace) -> Data:
 
 
 def options_of(data: Data) -> list[str]:
-    """Return the command-line flags that select the same files in another process."""
+    """Return the command-line flags that select these files in another process."""
     return ["--input", str(data.path), "--tokenizer", str(data.tokenizer)]
 
 
 def grown(path: Path, folder: Path, *, lines: int, times: int = 1) -> Path:
-    """Write the first `lines` lines of a file to a new file, `times` times in a row."""
+    """Write the first `lines` lines of a file to a new file, repeated `times` times."""
     out = folder / f"{path.stem}-{lines}x{times}.jsonl"
     with path.open("rb") as file:
         content = b"".join(islice(file, lines))

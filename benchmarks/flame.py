@@ -1,4 +1,4 @@
-"""Draw flame graphs of sampled stacks as plain SVG, and list the functions with the most samples."""
+"""Draw flame graphs as SVG, and list the functions with the most samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 WIDTH, ROW, TOP, LETTER = 1000, 17, 40, 6.4
 LEAST = 0.004
-"""Frames with a smaller share of the samples than this are omitted."""
+"""Frames with a smaller share of the samples are omitted."""
 STYLE = """
     svg { background: #ffffff }
     text { font: 11px ui-monospace, "DejaVu Sans Mono", monospace; fill: #1f2328; pointer-events: none }
@@ -30,7 +30,7 @@ class Node:
 
 
 def flame_graph(title: str, stacks: dict[str, int]) -> str:
-    """Draw stacks (`frame;frame;frame`, outermost first) with their sample counts; callees are above their callers."""
+    """Draw stacks (`frame;frame;frame`, outermost first) with their sample counts. Callees are above their callers."""
     root = Node()
     for stack, samples in stacks.items():
         node = root
@@ -78,9 +78,7 @@ def _kind(frame: str) -> str:
 
 
 def hottest(stacks: dict[str, int], count: int = 8) -> list[tuple[str, float, float]]:
-    """Return the functions with the most samples, with the share of samples in the function itself and including its
-    callees.
-    """
+    """Return the functions with the most samples, with their shares without and with callees."""
     own, whole = Counter[str](), Counter[str]()
     for stack, samples in stacks.items():
         frames = stack.split(";")

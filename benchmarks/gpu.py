@@ -1,6 +1,6 @@
 """Store GPU training results in the repository, because most benchmarks run on machines without a GPU.
 
-python benchmarks/gpu.py FILE ... store the results of benchmarks/train.py and update docs/explanation/benchmarks.md
+    python benchmarks/gpu.py FILE ...    store results of benchmarks/train.py, and update docs/explanation/benchmarks.md
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ GPU, PAGE = HERE / "results" / "gpu.json", HERE.parent / "docs" / "explanation" 
 
 
 def kept() -> dict[str, Found]:
-    """Return the stored results, keyed by the name of the line in the training table."""
+    """Return the stored results by line name."""
     return dict(json.loads(GPU.read_text("utf-8")))
 
 
 def keep(files: list[Path]) -> dict[str, Found]:
-    """Add the results in these files to the stored ones, replace older results of the same lines, and return all
-    results.
-    """
+    """Add the results in these files to the stored ones, and return all results. Newer results replace older ones."""
     found = kept() | read_results(files)
     GPU.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     return found

@@ -1,7 +1,7 @@
 """Measure how chatmill's time and memory grow with the amount of data: `python benchmarks/growth.py [--json]`.
 
-The benchmark prepares, verifies and loads a tenth of the conversations, all of them, and ten times as many, each in a
-separate process. The time to verify is compared with the time to hash the same bytes.
+The benchmark prepares, verifies and loads a tenth of the conversations, all of them, and ten times as many. Each size
+runs in a separate process. The time to verify is compared with the time to hash the same bytes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def opening(dataset: Path) -> dict[str, float]:
 
 
 def verifying(dataset: Path) -> dict[str, float]:
-    """Time the quick check, the full check and, for comparison, hashing every file; return the seconds."""
+    """Return the seconds of the quick check, the full check and, for comparison, hashing every file."""
 
     def bare() -> None:
         for path in dataset.rglob("*"):
@@ -122,10 +122,8 @@ def verifying(dataset: Path) -> dict[str, float]:
 
 
 def loading(dataset: Path) -> dict[str, float]:
-    """Return the milliseconds per packed batch; the first batch, which plans the epoch's first window, is reported
-    separately.
-    """
-    # Import the loader only here, because it imports torch, which the other measurements must not load.
+    """Return the milliseconds per packed batch. The first batch also plans a window, so it is reported separately."""
+    # The loader imports torch, which would add to the memory of the other measurements.
     from chatmill.load.loader import EpisodeLoader
 
     loader = EpisodeLoader(dataset, CONFIG)

@@ -4,11 +4,11 @@
     python benchmarks/load.py --conversations 2000      quicker
     python benchmarks/load.py --billion                 also a billion episodes, in sparse files
 
-chatmill and the peer load shuffled batches of the same rows, without worker processes. For the peer, rows are
-truncated, packed (best fit decreasing) and masked beforehand; chatmill does all of this while it loads. chatmill
-creates every field of a batch: x, y, loss mask, weights, positions, segments and episode ids. The peer creates ids,
-labels, and either the attention mask or, for varlen attention, positions and sequence lengths. The benchmark first
-checks that both sides produce the same tokens and labels. The memory of each side is measured in a separate process.
+chatmill and the peer load shuffled batches of the same rows, without worker processes. The peer's rows are truncated,
+packed (best fit decreasing) and masked beforehand; chatmill does this while it loads. A batch of chatmill contains x,
+y, loss mask, weights, positions, segments and episode ids. A batch of the peer contains ids and labels, and either the
+attention mask or, for varlen attention, positions and sequence lengths. The benchmark first checks that chatmill and
+the peer produce the same tokens and labels. Memory is measured in a separate process for each.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Shape(NamedTuple):
     block_size: int
     packed: bool
     target: int
-    """Target: speedup over the peer."""
+    """Speedup over the peer that is the target."""
     batches: int
     """Number of batches per run."""
 
@@ -95,9 +95,7 @@ def make_dataset(data: Data, folder: Path) -> Path:
 
 
 def peer_rows(dataset: Path, shape: Shape) -> Any:
-    """Return the dataset's conversations, truncated, masked and packed, as an Arrow table with the columns that TRL
-    prepares.
-    """
+    """Return the conversations, truncated, masked and packed, as an Arrow table with TRL's columns."""
     import datasets
     import pyarrow as pa
 
@@ -106,7 +104,7 @@ def peer_rows(dataset: Path, shape: Shape) -> Any:
     rows = episodes.rows(np.arange(len(episodes)))
     ids, labels = rows.ids.astype(np.int32), np.where(rows.mask(), rows.ids, -100).astype(np.int32)
     kept = np.minimum(rows.lengths, shape.block_size)
-    # Keep the last tokens of a row that is too long; chatmill does the same.
+    # chatmill also keeps the last tokens of a row that is too long.
     keep = np.arange(len(ids)) - np.repeat(rows.row_start[1:] - kept, rows.lengths) >= 0
     start = pa.array(offsets(kept), type=pa.int32())
     columns = {"input_ids": ids[keep], "labels": labels[keep]}
@@ -130,7 +128,9 @@ def peer_collator(shape: Shape, pad: int) -> Callable[[list[Any]], dict[str, Any
 
 
 def peer_batches(rows: Any, shape: Shape, pad: int) -> Callable[[], dict[str, Any]]:
-    """Return a function that loads the peer's next batch: a shuffling DataLoader as in Trainer, with TRL's collator."""
+    """Return a function that loads the peer's next batch with a shuffling DataLoader, as in Trainer, and TRL's
+    collator.
+    """
     import torch
 
     collator = peer_collator(shape, pad)
@@ -156,7 +156,7 @@ def config(shape: Shape) -> dict[str, Any]:
 
 
 def check(loader: EpisodeLoader, dataset: Path, shape: Shape, batches: int = 20) -> None:
-    """Exit if the tokens or labels in a batch differ from those of the episodes that the batch names."""
+    """Exit if the tokens or labels in a batch differ from those of its episodes."""
     episodes = open_dataset(dataset)["train"]
     for _ in range(batches):
         batch = loader.get_batch()
@@ -171,7 +171,7 @@ def check(loader: EpisodeLoader, dataset: Path, shape: Shape, batches: int = 20)
 
 
 def peer_differs(dataset: Path, rows: Any, shape: Shape, batches: int = 8) -> tuple[int, int]:
-    """Return how many conversations the peer's first batches have, and how many differ from the dataset."""
+    """Return the number of conversations in the peer's first batches, and how many differ from the dataset."""
     episodes = open_dataset(dataset)["train"]
 
     def key(ids: Any, targets: Any) -> bytes:
@@ -281,14 +281,14 @@ def one_shape(dataset: Path, shape: Shape, runs: int, folder: Path) -> tuple[lis
 
 
 def counted_tokens(rows: Any, shape: Shape) -> float:
-    """Return the mean number of tokens in a batch of the peer."""
+    """Return the mean number of tokens per batch of the peer."""
     import pyarrow.compute as pc
 
     return float(pc.mean(pc.list_value_length(rows.data.column("input_ids"))).as_py()) * shape.batch_size
 
 
 def billion() -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """Measure, in a separate process, the lookup time and the loader's memory for a billion episodes."""
+    """Measure lookup time and the loader's memory for a billion episodes, in a separate process."""
     with tempfile.TemporaryDirectory(dir=DATA) as folder:
         shard = Path(folder) / "train" / "shard_00000"
         shard.mkdir(parents=True)
@@ -311,7 +311,7 @@ def billion() -> tuple[list[tuple[str, str]], dict[str, Any]]:
 
 
 def side(name: str, shape: Shape, dataset: Path) -> None:
-    """Load batches of one side only, to measure its memory."""
+    """Load batches of chatmill or of the peer only, to measure memory."""
     draw = EpisodeLoader(dataset, config(shape)).get_batch if name == "chatmill" else None
     draw = draw or peer_batches(peer_rows(dataset, shape), shape, 0)
     for _ in range(shape.batches // (1 if name == "chatmill" else 20)):

@@ -1,4 +1,4 @@
-"""Functions shared by all benchmarks: medians of interleaved runs, peak memory, machine description and tables."""
+"""Functions shared by all benchmarks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from typing import Any
 
 
 def interleaved(runs: int, **works: Callable[[], object]) -> dict[str, float]:
-    """Return the median seconds of each function; runs alternate, so that a slowdown affects every function."""
+    """Return the median seconds of each function. Runs alternate, so that a slowdown affects every function."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
-    # Keep the garbage collector from scanning one side's objects while the other side is timed.
+    # Otherwise, the garbage collector would scan objects of one function while another is timed.
     gc.collect()
     gc.freeze()
     for _ in range(runs):
@@ -51,13 +51,13 @@ def watched(command: Iterable[object], *, every: float = 0.05) -> tuple[str, int
 
 
 def alone(script: str, *args: object, every: float = 0.05) -> tuple[Any, int]:
-    """Run one side of a benchmark in a separate process; return the JSON that it prints, and its peak memory."""
+    """Run a script in a separate process; return the JSON that it prints, and its peak memory."""
     printed, peak = watched([sys.executable, script, *args], every=every)
     return json.loads(printed) if printed.strip() else None, peak
 
 
 def memory_of(leader: int) -> int:
-    """Return the memory (PSS) in bytes of a process and of all others in its session."""
+    """Return the total memory (PSS), in bytes, of all processes in a session."""
     return sum(_pss(pid) for pid in _session(leader))
 
 
@@ -89,7 +89,6 @@ def _pss(pid: int) -> int:
     return 0
 
 
-# Machine description and report.
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -102,9 +101,9 @@ def machine(*packages: str) -> str:
 
 
 def processor() -> str:
-    """Return the name of the processor, or its architecture if the system does not report a name."""
+    """Return the name of the processor, or its architecture if the system reports no name."""
     known = Path("/proc/cpuinfo").read_text()
-    # On ARM the kernel reports only numbers; lscpu reports the names.
+    # On ARM, the kernel reports only numbers; lscpu reports the names.
     with suppress(OSError):
         known += subprocess.run(["lscpu"], stdout=subprocess.PIPE, text=True, env={"LC_ALL": "C"}, check=False).stdout
     names = [line.split(":", 1)[1].strip() for line in known.splitlines() if line.lower().startswith("model name")]
@@ -112,7 +111,6 @@ def processor() -> str:
 
 
 def report(title: str, lines: list[tuple[str, str]], figures: dict[str, Any], *, as_json: bool) -> None:
-    """Print the figures as JSON, or the lines as a table."""
     if as_json:
         print(json.dumps({"title": title, **figures}))
         return

@@ -1,7 +1,8 @@
-"""Measure how closely the mixture of sources follows the requested fractions: `python benchmarks/mix.py [--rows N]
-[--json]`.
+"""Measure how closely a mixture of sources follows the requested shares.
 
-The default mixture is 0.10, 0.70 and 0.20. Shares of rows are checked after every row; shares of trained tokens are
+    python benchmarks/mix.py [--rows N] [--json]
+
+The default shares are 0.10, 0.70 and 0.20. Shares of rows are checked after every row. Shares of trained tokens are
 checked with sources whose row sizes differ by a factor of six. This benchmark does not measure time.
 """
 
@@ -44,7 +45,7 @@ def farthest(rows: int) -> float:
 
 
 def trained_error(rows: int) -> float:
-    """Return the largest deviation of any source's share of the trained tokens from the requested share."""
+    """Return the largest deviation of any source from its requested share of the trained tokens."""
     draw = np.random.default_rng(7)
     sizes = {
         name: draw.lognormal(np.log(mean), 1.0, count).astype(np.int64) + 1

@@ -1,11 +1,11 @@
-"""Compare the time and memory of near-duplicate removal with datatrove's MinHash: `python benchmarks/near_dedupe.py
-[--json]`.
+"""Compare the time and memory of near-duplicate removal with datatrove's MinHash.
 
-One in ten of the short conversations is a copy of an earlier one with a word changed. `chatmill prepare --near-dedupe
-0.8` reads, renders, compares and writes the conversations with one worker per core. datatrove runs its four stages
-(signatures, buckets, clusters, filter) on the same texts with the same number of workers; it splits words at spaces,
-which is faster than its default. Memory is the PSS of all processes together. The script exits with 1 if a target is
-missed.
+    python benchmarks/near_dedupe.py [--json]
+
+Every tenth conversation is a copy of an earlier one with a word changed. `chatmill prepare --near-dedupe 0.8` reads,
+renders, compares and writes the conversations with one worker per core. datatrove runs its four stages (signatures,
+buckets, clusters, filter) on the same texts with the same number of workers. It splits words at spaces, which is faster
+than its default. Memory is the PSS of all processes together. The script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ def main() -> int:
 
 
 def side_by_side(folder: Path, count: int, peer_python: str) -> dict[str, Any]:
-    """Run chatmill and datatrove on the same texts."""
     ours = one_size(folder, count, keep_texts=True)
     theirs = folder / "peer"
     began = time.perf_counter()
@@ -106,7 +105,6 @@ def side_by_side(folder: Path, count: int, peer_python: str) -> dict[str, Any]:
 
 
 def one_size(folder: Path, count: int, *, keep_texts: bool = False) -> dict[str, Any]:
-    """Return the time and memory of a build with `count` records."""
     path, dataset = folder / "chat.jsonl", folder / "dataset"
     write_records(path, count, folder / "peer" / "texts" if keep_texts else None)
     options = ["--near-dedupe", "0.8", "--tokenizer", tokenizer_file(), "--shape", "messages", "--workers", CORES]
@@ -128,8 +126,8 @@ def changed(count: int) -> int:
 
 
 def write_records(path: Path, count: int, texts: Path | None) -> None:
-    """Write questions of 8 words and answers of 12 words; every tenth record is an earlier record with its last word
-    changed.
+    """Write questions of 8 words and answers of 12 words. Every tenth record copies an earlier one and changes its last
+    word.
     """
     rng = random.Random(0)
     words = sorted({word for part in prose_and_code(rng)[0] for word in part.split() if WORD.fullmatch(word)})
@@ -161,7 +159,7 @@ def write_records(path: Path, count: int, texts: Path | None) -> None:
 
 
 def datatrove_stages(folder: Path) -> None:
-    """Run the four stages of datatrove's example, with its defaults: 14 buckets of 8 hashes."""
+    """Run the four stages of datatrove's example with its defaults: 14 buckets of 8 hashes."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.dedup import MinhashDedupCluster, MinhashDedupFilter, MinhashDedupSignature, minhash
     from datatrove.pipeline.readers import JsonlReader

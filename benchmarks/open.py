@@ -1,9 +1,8 @@
-"""Measure writing, opening and reading a dataset: `.venv/bin/python benchmarks/open.py [--episodes N] [--folder DIR]
-[--json]`.
+"""Measure writing, opening and reading a dataset: `benchmarks/open.py [--episodes N] [--folder DIR] [--json]`.
 
-A generator writes a dataset of 20 million small episodes (about 3 GB in --folder); new processes open it and read
-random episodes, and each read is timed separately. Writing is also timed with rows as long as chat conversations. The
-script exits with 1 if a target is missed.
+The script writes a dataset of 20 million small episodes: about 3 GB in --folder. New processes open the dataset and
+read random episodes, and each read is timed. Writing is also timed with rows as long as chat conversations. The script
+exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        # Measure writing first, while no other writes are waiting to be flushed to disk.
+        # Writing is measured first, while no other data is being flushed to disk.
         rows = chunk(20_000, spans=16, longest=97)
         chat = {
             bits: statistics.median(
@@ -107,7 +106,7 @@ def main() -> int:
 
 
 def chunk(count: int, *, spans: int, longest: int) -> Rows:
-    """Return rows of one conversation each, half of whose tokens are trained."""
+    """Return rows of one conversation each; half of the spans are trained on."""
     rng = np.random.default_rng(0)
     table = np.zeros(count * spans, dtype=SPAN)
     table["length"] = rng.integers(1, longest + 1, len(table))
@@ -121,7 +120,7 @@ def chunk(count: int, *, spans: int, longest: int) -> Rows:
 
 
 def write(folder: Path, rows: Rows, count: int, *, vocab_size: int) -> float:
-    """Write `count` episodes; return the speed from rows in memory to closed files, in million tokens per second."""
+    """Write `count` episodes; return the speed in million tokens per second, until the files are closed."""
     started = time.perf_counter()
     with SplitWriter(folder / "train", vocab_size=vocab_size, shard_tokens=50_000_000) as writer:
         for at in range(0, count, len(rows)):
@@ -166,7 +165,7 @@ def read(episodes: Episodes) -> dict[str, tuple[float, float]]:
 
 
 def bare_read(store: Path) -> float:
-    """Return the median microseconds to sum 8 tokens and 8 mask bytes of one shard at a known offset."""
+    """Return the median microseconds to sum 8 tokens and 8 mask bytes at a known offset."""
     shard = store / "train" / "shard_00000"
     tokens = np.asarray(np.memmap(shard / "tokens.bin", dtype="<u2", mode="r"))
     mask = np.asarray(np.memmap(shard / "mask.bin", dtype="u1", mode="r"))

@@ -4,17 +4,17 @@
     python benchmarks/optimizers.py train TOKENS --out optimizers.json [--fp8] [--small]
 
 `prepare` writes token files from text on this machine: Python sources for pretraining, conversations and other prose
-for fine-tuning. `train` requires only numpy, torch and safetensors (torchao for --fp8). It
+for fine-tuning. `train` requires only numpy, torch and safetensors (torchao for --fp8). Its steps are:
 
-1. trains a GPT of 34 M parameters on the sources with adamw: at a constant learning rate until the validation loss has
-   not fallen by FALL nats in PATIENCE evaluations, then with the learning rate decaying to zero;
-2. selects a learning rate for adamw, adafactor and muon on the tuning split; adamw8bit, adamw_bf16 and fp8 use adamw's
-   learning rate;
-3. fine-tunes from (1) with each optimizer and three seeds, which set the data order and the rounding;
-4. compares the validation losses with those of adamw with the same seed. The mean difference may be at most MOST nats.
+1. Train a GPT of 34 M parameters on the sources with adamw. The learning rate is constant until the validation loss
+   has not fallen by FALL nats in PATIENCE evaluations, and then decays to zero.
+2. Select a learning rate for adamw, adafactor and muon on the tuning split. adamw8bit, adamw_bf16 and fp8 use that of
+   adamw.
+3. Fine-tune that model with each optimizer and three seeds, which set the data order and the rounding.
+4. Compare the validation losses with those of adamw with the same seed. The mean difference may be at most MOST nats.
 
 "nearest" is the control: AdamW on bfloat16 weights, rounded to nearest. No limit applies to the control. Each result is
-written as soon as it is known; a restarted run continues after the last result.
+written as soon as it is known. A restarted run continues after the last result.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ SPLITS = ("pretrain", "pretrain_val", "finetune", "finetune_tune", "finetune_val
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the model and of the training runs."""
-
     model: dict[str, int]
     rows: int
     length: int
@@ -59,7 +57,7 @@ class Size:
     eval_every: int
     cooldown: int
     finetune_steps: int
-    """Maximum number of steps; by default, one pass over the data."""
+    """Maximum number of steps, within one pass over the data."""
     seeds: Sequence[int] = SEEDS
 
 
@@ -71,7 +69,7 @@ SMALL = Size({"n_layer": 2, "n_embd": 64, "n_head": 2, "n_ffn": 128}, 4, 32, 2, 
 
 
 def prepare(folder: Path, conversations: Sequence[Path], *, megabytes: float) -> None:
-    """Write the token files of all splits, and metadata that describes how they were generated."""
+    """Write the token files of all splits, and metadata that says how they were generated."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     sources = list(_sources(int(megabytes * 1e6)))
@@ -107,7 +105,7 @@ def prepare(folder: Path, conversations: Sequence[Path], *, megabytes: float) ->
 
 
 def _sources(limit: int) -> Iterator[str]:
-    """Return Python files of the standard library and of installed packages, sorted by the hash of their names."""
+    """Yield Python files of the standard library and of installed packages, sorted by the hashes of their names."""
     import hashlib
     import sysconfig
 
@@ -130,7 +128,7 @@ def _sources(limit: int) -> Iterator[str]:
 
 
 def _prose(conversations: Sequence[Path]) -> Iterator[str]:
-    """Return the texts of conversations and the descriptions of installed packages."""
+    """Yield the texts of conversations, and the descriptions of installed packages."""
     import sysconfig
 
     for path in conversations:
@@ -174,7 +172,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 class Training:
-    """The data, and one compiled model per precision that is reused with new weights for each run."""
+    """The data, and one compiled model per precision, which every run reuses with new weights."""
 
     def __init__(self, folder: Path, size: Size, device: str) -> None:
         import torch
@@ -185,7 +183,6 @@ class Training:
         self.models: dict[str, Any] = {}
 
     def model(self, kind: str, weights: dict[str, Any] | None) -> Any:
-        """Return the model in one precision: float32, bfloat16 or fp8."""
         import torch
 
         from chatmill.train.config import GPTSizes
@@ -211,7 +208,6 @@ class Training:
         return model
 
     def stepper(self, name: str, model: Any, lr: float) -> Any:
-        """Return the model with a new optimizer."""
         import torch
 
         from chatmill.train.config import OptimizerConfig
@@ -219,14 +215,13 @@ class Training:
         from chatmill.train.step import Stepper
 
         plain = name in ("fp8", CONTROL)
-        # Use a smaller weight decay for adafactor: weight decay is multiplied by the learning rate, and adafactor's
-        # learning rates are about 30 times as large as adamw's.
+        # Weight decay is multiplied by the learning rate, and adafactor's learning rates are about 30 times as large.
         decay = 0.1 if name != "adafactor" else 0.003
         settings = OptimizerConfig(optimizer="adamw" if plain else name, learning_rate=lr, weight_decay=decay)
         return Stepper(model, model, World(0, 1, torch.device(self.device)), settings)
 
     def parts(self, split: str, starts: Any) -> list[Any]:
-        """Return a micro-batch of the windows that start at these offsets; every token is trained."""
+        """Return a micro-batch of the windows at these offsets. The loss includes every token."""
         import torch
 
         from chatmill.train.loss import TrainedPositions, moved
@@ -243,7 +238,7 @@ class Training:
         return [MicroBatch(inputs, torch.zeros((len(rows), 1), dtype=torch.int64))]
 
     def train(self, stepper: Any, split: str, step: int, *, lr: float, seed: int) -> Any:
-        """Take one optimizer step on windows of a split; the seed sets the order of the windows in each epoch."""
+        """Take one optimizer step. The seed sets the order of the windows in each epoch."""
         length, rows = self.size.length, self.size.rows
         count = (len(self.data[split]) - 1) // length
         batches = count // rows
@@ -255,13 +250,12 @@ class Training:
         return stepper.step(parts, weight=parts[0].inputs.targets.weight, lr=lr, key=(seed, step))
 
     def loss(self, model: Any, split: str) -> float:
-        """Return the mean loss over the first windows of a split."""
         count = (len(self.data[split]) - 1) // self.size.length // self.size.rows
         totals = []
         for batch in range(min(count, self.size.val_batches)):
             starts = (np.arange(self.size.rows) + batch * self.size.rows) * self.size.length
             [part] = self.parts(split, starts)
-            # Keep gradients enabled, so that the layers compiled for training are reused.
+            # With gradients enabled, the layers compiled for training are reused.
             totals.append(float(model(*part.inputs).total.detach()) / part.inputs.targets.weight)
         return float(np.mean(totals))
 
@@ -368,7 +362,7 @@ def train(folder: Path, out: Path, *, size: Size, fp8: bool, device: str) -> int
 
 
 def compared(runs: dict[str, Any], names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """Return the validation losses minus those of adamw, per seed."""
+    """Return the differences between the validation losses and those of adamw, per seed."""
     table = {}
     for name in names[1:]:
         pairs = [(runs[f"{name}/{seed}"]["val_loss"], runs[f"adamw/{seed}"]["val_loss"]) for seed in seeds]

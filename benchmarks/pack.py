@@ -1,7 +1,7 @@
 """Compare packing with TRL and torchtune, and measure stream blocks: `python benchmarks/pack.py [--json]`.
 
-Each comparison is a function that returns its timings, its targets, and the floor: the time to sort or copy the same
-numbers. The memory of each side is measured in a separate process. The script exits with 1 if a target is missed.
+The floor of each comparison is the time to sort or copy the same numbers. Memory is measured in separate processes. The
+script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Timing:
     rows: int
     """Number of rows after packing."""
     fill: float
-    """Share of the rows' capacity that is filled with tokens."""
+    """Share of the capacity that is filled with tokens."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,8 @@ SIDES: dict[str, Callable[[int], object]] = {
 def planning(count: int, runs: int, peak: int) -> Comparison:
     """Plan which rows are packed together, from their lengths only.
 
-    TRL cannot plan without copying tokens, so it is timed with tokens of one byte and, to exclude the copying, of zero
-    bytes. TRL is also timed with its default of packing every 1000 rows separately; the fastest of the three times is
-    used.
+    TRL cannot plan without copying tokens, so it is timed with tokens of one byte and of zero bytes. It is also timed
+    with its default of packing every 1000 rows separately. The fastest of the three times is used.
     """
     lengths = real_shaped(count)
     seconds, bins = median_of(runs, lambda: pack_lengths(lengths, CAPACITY))
@@ -169,9 +168,7 @@ def planning(count: int, runs: int, peak: int) -> Comparison:
 
 
 def copying(count: int, runs: int) -> Comparison:
-    """Time packing a tenth of the rows, including the copy of four-byte tokens into packed rows. This comparison has no
-    target.
-    """
+    """Time packing, including the copy of four-byte tokens into packed rows. This comparison has no target."""
     lengths = real_shaped(count)
     rows = one_span_rows(lengths)
     seconds, packed = median_of(runs, lambda: pack(rows, CAPACITY))
@@ -195,7 +192,7 @@ def copying(count: int, runs: int) -> Comparison:
 
 
 def in_order(count: int, runs: int) -> Comparison:
-    """Compare with torchtune, which fills rows in the order of the conversations, and stores them as tensors."""
+    """Compare with torchtune, which fills rows in the order of the conversations."""
     lengths = real_shaped(count)
     rows = one_span_rows(lengths)
     samples = [{"tokens": [0] * length, "labels": [0] * length} for length in lengths.tolist()]
@@ -244,7 +241,6 @@ def streaming(count: int, runs: int) -> Comparison:
     )
 
 
-# Input data and peers.
 
 
 def post_training_rows(count: int) -> Rows:
@@ -274,9 +270,7 @@ def one_span_rows(lengths: NDArray[np.int64]) -> Rows:
 
 
 def one_row_at_a_time(lengths: NDArray[np.int64], capacity: int) -> list[int]:
-    """Return the bin of each row by best fit decreasing: longest row first, fullest bin with enough space, oldest bin
-    on ties.
-    """
+    """Return the bin of each row by best fit decreasing. Ties go to the oldest bin."""
     bin_of = [0] * len(lengths)
     room: list[int] = []
     bins_with: list[list[int]] = [[] for _ in range(capacity + 1)]
@@ -305,7 +299,7 @@ def trl_name() -> str:
 
 
 def trl_dataset(lengths: NDArray[np.int64], token: type | None) -> Any:
-    # Import peers only where they are used, so that they do not count towards chatmill's peak memory.
+    # Peers are imported where they are used, so that they do not count towards chatmill's memory.
     import datasets
     import pyarrow as pa
 
@@ -317,7 +311,6 @@ def trl_dataset(lengths: NDArray[np.int64], token: type | None) -> Any:
 
 
 def trl_pack(dataset: Any, **map_kwargs: Any) -> tuple[float, Any]:
-    """Return the seconds of `pack_dataset`, and its rows."""
     from trl import pack_dataset
 
     return timed(lambda: pack_dataset(dataset, CAPACITY, strategy="bfd", map_kwargs=map_kwargs))
@@ -330,7 +323,6 @@ def torchtune_pack(samples: list[dict[str, list[int]]]) -> Any:
         return PackedDataset(samples, max_seq_len=CAPACITY).packs
 
 
-# Timing and output.
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -340,7 +332,6 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def median_of(runs: int, call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the median time, and the last result."""
     seconds = []
     for _ in range(runs):
         took, result = timed(call)

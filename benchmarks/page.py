@@ -1,7 +1,4 @@
-"""Write docs/explanation/benchmarks.md from the results of a run.
-
-The prose is in texts.toml.
-"""
+"""Write docs/explanation/benchmarks.md from the results of a run and the prose in texts.toml."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ def page(results: Results) -> str:
 
 
 def table(shown: list[Line]) -> str:
-    """Return a table of comparisons; columns that are empty in all lines are omitted."""
+    """Return a table of comparisons without its empty columns."""
     rows = [
         {
             "": line.what,
@@ -101,7 +98,7 @@ def _targets(results: Results, before: str = "") -> str:
     return "\n\n".join(parts)
 
 
-# The text above each table describes the comparison and whether both sides agree.
+# The text above each table says what is compared, and whether the results agree.
 
 
 def _rendering(results: Results) -> list[str]:
@@ -289,7 +286,6 @@ def _training(found: dict[str, Any]) -> list[str]:
 
 
 def _rank(named: tuple[str, Any]) -> tuple[int, int]:
-    """Return the sort key of a line: its model, then its position in the declared lines."""
     return list(MODELS).index(TRAIN_LINES[named[0]].model), list(TRAIN_LINES).index(named[0])
 
 
@@ -298,7 +294,7 @@ def _model(name: str) -> str:
 
 
 def with_training(text: str, gpu: dict[str, Any]) -> str:
-    """Update the training section and the training targets of a page, and keep the rest of the page."""
+    """Update the training section and the training targets of a page, and keep the rest."""
     sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
     for number, section in enumerate(sections):
         end = "\n\n" if number < len(sections) - 1 else "\n"
@@ -309,7 +305,7 @@ def with_training(text: str, gpu: dict[str, Any]) -> str:
     return "".join(sections)
 
 
-# The profiling section. Descriptions of earlier optimizations are fixed texts; the figures come from the results.
+# The profiling section: descriptions of earlier optimizations are fixed texts, and the figures come from the results.
 
 SHARES: dict[str, Callable[[Results], float]] = {
     "prepare": lambda results: results["prepare"]["share_of_bare"],

@@ -6,10 +6,10 @@
 
 chatmill and TRL start from a JSONL file and make packed rows of 4096 tokens with an assistant mask. chatmill writes,
 syncs and publishes a dataset; TRL writes its Arrow cache. `prepare_peers.py` runs the peers: TRL's own preparation,
-TRL's fastest documented variant, and datatrove's tokenization. Start-up (imports, loading the tokenizer) is excluded on
-both sides and reported separately. The ids and mask of every conversation are compared with those of the peer. For a
-chat template, TRL uses its own version with generation tags, whose mask differs (see `benchmarks/render.py`), so only
-the ids are compared.
+TRL's fastest documented variant, and datatrove's tokenization. Imports and loading the tokenizer are excluded, and
+reported separately as start-up. The ids and mask of every conversation are compared with TRL's. For a chat template,
+TRL uses its own version with generation tags, whose mask differs (see `benchmarks/render.py`), so only the ids are
+compared.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def job_of(data: Data, template: str | None) -> Job:
 
 
 def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
-    """Time a build of the dataset, excluding the removal of the previous dataset and the flushing of earlier writes."""
+    """Time a build of the dataset. Removing the previous dataset and flushing earlier writes are not timed."""
     target = folder / "dataset"
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
@@ -89,9 +89,9 @@ def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
 class Bare:
     """Measure the floor: decoding, encoding and writing, each separately and as fast as its library allows.
 
-    Every run is a process forked from a parent whose tokenizer has not encoded anything yet, like the workers of a
-    build. Each process prepares its own input before the timer starts, because the first access to each shared page
-    causes a page fault.
+    Every run is a forked process. As in the workers of a build, its tokenizer has not encoded anything yet. Each
+    process prepares its own input before the timer starts, because the first access to a shared page causes a page
+    fault.
     """
 
     def __init__(self, path: Path, tokenizer: Path, folder: Path, tokens: int) -> None:
@@ -139,7 +139,6 @@ class Bare:
         return lambda: self.encode_all(self.texts_of(lines))
 
     def parts(self, runs: int) -> dict[str, float]:
-        """Return the median seconds that each part takes."""
         works = (self.decode, self.encode, self.write)
         return {work.__name__: statistics.median(forked(work) for _ in range(runs)) for work in works}
 
@@ -189,7 +188,6 @@ def our_side(data: Data, template: str | None, folder: Path) -> dict[str, Any]:
     return {"seconds": taken, "start_up": start_up, "tokens": split.num_tokens, "rows": split.num_episodes}
 
 
-# Equality.
 
 
 def our_conversations(dataset: Path) -> Iterator[tuple[Any, Any]]:
@@ -203,7 +201,7 @@ def our_conversations(dataset: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def compared(ours: list[str], theirs: list[str]) -> dict[str, int]:
-    """Return how many conversations are equal on both sides, and how many occur on only one side."""
+    """Return the number of conversations that are equal on both sides, and the number on only one side."""
     mine, other = Counter(ours), Counter(theirs)
     alone_here, alone_there = mine - other, other - mine
     full = sum(count for name, count in alone_there.items() if name.startswith(f"{PACK} "))
@@ -247,8 +245,7 @@ def main() -> None:
         one, memory = alone(__file__, "--side", "chatmill", *same, "--folder", folder)
         job = job_of(data, template)
         renderer = job_renderer(job)
-        # Half of chatmill's runs come before the peer and half after it, so that a temporary slowdown cannot affect all
-        # of them.
+        # Half of chatmill's runs come after the peer, so that a temporary slowdown cannot affect all of them.
         taken = [ours(job, renderer, folder)[1] for _ in range(args.runs)]
         peers: dict[str, Any] = {}
         if not args.no_trl:
@@ -256,8 +253,7 @@ def main() -> None:
             ways = {name: way for name, way in WAYS.items() if name != "datatrove" or template is None}
             for name, (side, processes) in ways.items():
                 with tempfile.TemporaryDirectory(dir=folder) as own:
-                    # The peer's memory is sampled less often than chatmill's, so that sampling does not slow down the
-                    # long run.
+                    # Frequent sampling would slow down the long run of the peer.
                     options = [*same, "--folder", own, "--processes", processes]
                     found, peak = alone(__file__, "--side", side, *options, every=0.5)
                     mine, _ = hashed(conversations, masks=template is None and side != "datatrove")

@@ -1,8 +1,8 @@
-"""Other libraries that prepare the conversations of `benchmarks/prepare.py`, each run in a separate process.
+"""The peers of `benchmarks/prepare.py`, each run in a separate process.
 
-`trl` is TRL's own preparation. `trl-batched` is the fastest documented variant: a batched
-`datasets.map` tokenizes the conversations, and TRL only packs them. `datatrove` tokenizes text that was rendered
-beforehand. `datatrove` computes no mask and does not pack, so it does less work than TRL.
+`trl` is TRL's own preparation. `trl-batched` is the fastest documented variant: a batched `datasets.map` tokenizes the
+conversations, and TRL only packs them. `datatrove` only tokenizes text that was rendered beforehand. It computes no
+mask and does not pack.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ PACK = 4096
 
 
 def trl_side(data: Data, template: str | None, folder: Path, processes: int) -> dict[str, Any]:
-    """Run TRL's own preparation on the JSONL file."""
     began = time.perf_counter()
     trl, datasets, peer = _trl(data, template, folder)
     config = trl.SFTConfig(
@@ -51,7 +50,7 @@ def trl_side(data: Data, template: str | None, folder: Path, processes: int) -> 
 
 
 def trl_batched_side(data: Data, template: str | None, folder: Path, processes: int) -> dict[str, Any]:
-    """Tokenize in batches with `datasets.map`, then pack with TRL; TRL's trainer accepts tokenized rows."""
+    """Tokenize in batches with `datasets.map`, then pack with TRL."""
     began = time.perf_counter()
     trl, datasets, peer = _trl(data, template, folder)
 
@@ -72,7 +71,7 @@ def trl_batched_side(data: Data, template: str | None, folder: Path, processes: 
 
 
 def datatrove_side(data: Data, template: str | None, folder: Path, processes: int) -> dict[str, Any]:
-    """Tokenize ChatML text with datatrove; the text is written to `processes` files before the timer starts."""
+    """Tokenize ChatML text with datatrove. The text is written to `processes` files before the timer starts."""
     began = time.perf_counter()
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
@@ -113,7 +112,7 @@ PEERS = {"trl": trl_side, "trl-batched": trl_batched_side, "datatrove": datatrov
 
 
 def _trl(data: Data, template: str | None, folder: Path) -> tuple[Any, Any, Any]:
-    """Import TRL and datasets; open the tokenizer with the chat template whose generation tags TRL needs."""
+    """Import TRL and datasets, and open the tokenizer with a chat template that has generation tags."""
     os.environ["HF_HOME"] = str(folder / "hf")
     import datasets
     import trl
@@ -126,7 +125,7 @@ def _trl(data: Data, template: str | None, folder: Path) -> tuple[Any, Any, Any]
 
 
 def _packed(packed: Any, path: Path, *, masks: bool) -> dict[str, Any]:
-    """Write the hash of each conversation in packed rows to a file; return the number of tokens and rows."""
+    """Write the hash of each conversation to a file; return the number of tokens and rows."""
     columns = packed.with_format("numpy")
     mask = next(name for name in ("assistant_masks", "labels") if name in packed.column_names)
 
@@ -142,11 +141,10 @@ def _packed(packed: Any, path: Path, *, masks: bool) -> dict[str, Any]:
     return {"tokens": tokens, "rows": len(packed)}
 
 
-# Equality.
 
 
 def hashed(conversations: Iterable[tuple[Any, Any]], *, masks: bool) -> tuple[list[str], int]:
-    """Return the length and a hash of the ids (and mask) of each conversation, and the total number of tokens."""
+    """Return a line with the length and hash of each conversation, and the total number of tokens."""
     found, tokens = [], 0
     for ids, trained in conversations:
         digest = blake2b(np.asarray(ids, dtype=np.uint32).tobytes(), digest_size=12)

@@ -2,8 +2,8 @@
 
     python benchmarks/profiles.py [--conversations N] [--json]
 
-py-spy samples each part, in a separate process, a few hundred times per second. Start-up is excluded: only samples
-below the part's own function count.
+py-spy samples each part in a separate process. Only samples below the part's own function count, which excludes
+start-up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     name: str
     title: str
     roots: tuple[str, ...]
-    """Functions that start the part; the first function found in a stack is used."""
+    """Functions that start the part; the first one found in a stack is used."""
 
 
 PARTS = [
@@ -70,7 +70,6 @@ def main() -> None:
 
 
 def work(name: str, data: Data, folder: Path) -> list[object]:
-    """Return the command that runs a part."""
     if name == "prepare":
         return [HERE / "prepare.py", "--side", "chatmill", *options_of(data), "--folder", folder]
     if name == "prepare_template":
@@ -104,7 +103,7 @@ def audited_batches(dataset: Path) -> None:
 
 
 def sampled(part: Part, command: list[object], out: Path) -> Counter[str]:
-    """Return the number of samples of each stack below the part's root; file names start at their package."""
+    """Return the number of samples of each stack below the part's root."""
     spy = Path(sys.executable).with_name("py-spy")
     options = ["--rate", RATE, "--format", "raw", "--function", "--subprocesses", "--output", out]
     words = [spy, "record", *options, "--", sys.executable, *command]
@@ -115,8 +114,7 @@ def sampled(part: Part, command: list[object], out: Path) -> Counter[str]:
 
 
 def below_roots(raw: str, roots: tuple[str, ...]) -> Counter[str]:
-    """Truncate the stacks from py-spy at the part's root; stacks without the root belong to start-up and are
-    dropped.
+    """Cut the stacks from py-spy off above the part's root. Stacks without the root belong to start-up and are dropped.
     """
     found: Counter[str] = Counter()
     for line in raw.splitlines():
@@ -124,7 +122,6 @@ def below_roots(raw: str, roots: tuple[str, ...]) -> Counter[str]:
         frames = [short(frame) for frame in stack.split(";")]
         loaded = next((number for number, frame in enumerate(frames) if frame.startswith("_find_and_load ")), None)
         if loaded is not None:
-            # Omit frames inside imports.
             frames[loaded:] = ["import"]
         for root in roots:
             at = next((number for number, frame in enumerate(frames) if called(frame) == root), None)

@@ -1,13 +1,13 @@
-"""Compare loading from a bucket (cold over a slow link, and warm from the cache) with loading a local dataset.
+"""Compare loading from a bucket, with an empty cache and with a full one, with loading a local dataset.
 
     python benchmarks/remote.py                     400 MB at 100 MB/s
     python benchmarks/remote.py --megabytes 100     quicker
 
 `rclone serve s3` serves the dataset behind a proxy that limits the bandwidth. Every run is one shuffled, packed epoch
-in a new process. In cold runs, the cache is empty. The used share of the link's bandwidth is computed from the size of
-the files that the epoch needs, and from the time until the first batch (for which a shuffled epoch needs nearly all
-files) or until the last batch. In warm runs, all files are in the cache, and the time to load the batches is compared
-with that of the local dataset. The script exits with 1 if a target is missed.
+in a new process. Cold runs start with an empty cache. The used share of the bandwidth is computed from the size of the
+files that the epoch needs and from two times: until the first batch, for which a shuffled epoch needs nearly all files,
+and until the last batch. In warm runs, all files are in the cache, and the time to load the batches is compared with
+that of the local dataset. The script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SERVERS = HERE.parent / "tests" / "remote"
 LINK, COLD, WARM = 100, 0.8, 0.95
 KEY, SECRET = "benchmark-key", "benchmark-secret"
 VOCABULARY = 100_000
-"""Vocabulary size that needs ids of four bytes, as with the tokenizers of current models."""
+"""Such a vocabulary needs ids of four bytes, as with the tokenizers of current models."""
 ROW_BYTES = 3_437
 """Bytes per generated conversation in the files that batches are read from."""
 EPOCH = """
@@ -98,16 +98,15 @@ def share(value: float, target: float) -> str:
 
 
 def measured(folder: Path, episodes: int, link: float, runs: int) -> dict[str, Any]:
-    """Measure interleaved runs and return their medians."""
-    # Use `import_module`, because `import open` would hide the built-in function.
+    # `import open` would hide the built-in function.
     store = importlib.import_module("open")
     store.write(folder / "served/bucket/v1", store.chunk(20_000, spans=16, longest=97), episodes, vocab_size=VOCABULARY)
-    # Flush earlier writes, which would slow down the first download.
+    # Earlier writes would slow down the first download.
     os.sync()
     local: list[dict[str, Any]] = []
     warm, cold = list(local), list(local)
     with rclone(folder / "served") as port:
-        # The server hashes each file on its first read, which would slow down the first run.
+        # The server hashes each file when it is first read, which would slow down the first run.
         epoch("s3://bucket/v1", folder, port)
         shutil.rmtree(folder / "cache")
         unlimited = epoch("s3://bucket/v1", folder, port)
@@ -139,7 +138,6 @@ def measured(folder: Path, episodes: int, link: float, runs: int) -> dict[str, A
 
 
 def epoch(place: str, folder: Path, port: int) -> dict[str, Any]:
-    """Run one epoch in a new process."""
     environment = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": KEY,
@@ -167,7 +165,7 @@ def rclone(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def throttled(port: int, bandwidth: float) -> Iterator[int]:
-    """Run a proxy in front of a server, with limited bandwidth in bytes per second; yield the port."""
+    """Run a proxy that limits the bandwidth (bytes per second) of a server; yield the port."""
     sys.path.insert(0, str(SERVERS))
     with importlib.import_module("fault_proxy").fault_proxy(port, bandwidth=bandwidth) as proxy:
         yield proxy.port

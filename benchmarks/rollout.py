@@ -1,9 +1,9 @@
-"""Measure how many rollout targets are built per second on one core, for long answers with many objects, half of which
+"""Measure how many rollout targets are built per second on one core. The answers are long, and half of their objects
 match.
 
     python benchmarks/rollout.py [--runs N] [--targets N] [--json]
 
-The CPU time of the fastest run is reported, so that other processes have little effect. The script exits with 1 if the
+The CPU time of the fastest run is reported, because other processes affect it little. The script exits with 1 if the
 target is missed.
 """
 
@@ -111,7 +111,7 @@ def main() -> int:
 
 
 def fastest(runs: int, **works: Callable[[], object]) -> dict[str, float]:
-    """Return the minimum CPU seconds of each function; runs alternate, so that a slowdown affects every function."""
+    """Return the minimum CPU seconds of each function. Runs alternate, so that a slowdown affects every function."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     gc.collect()
     gc.freeze()
@@ -137,8 +137,7 @@ def tokenizer_with_coordinates() -> Tokenizer:
 
 
 def rollout(draw: random.Random, tokenizer: Tokenizer) -> tuple[list[int], list[dict[str, object]]]:
-    """Return an answer of about `TOKENS` tokens with `OBJECTS` objects, and the same number of true objects; half of
-    them match.
+    """Return an answer of about `TOKENS` tokens with `OBJECTS` objects, and as many true objects. Half of them match.
     """
     found, truth = [], []
     for number in range(OBJECTS):
@@ -152,7 +151,7 @@ def rollout(draw: random.Random, tokenizer: Tokenizer) -> tuple[list[int], list[
         elif number % 25:
             found.append({"desc": description(draw), "bbox_2d": [0, 0, 5, 5]})
         else:
-            # Include some polygons, which use the slow path.
+            # Polygons use the slow path.
             found.append({"desc": description(draw), "poly": [x, y, x + width, y, x + width, y + height]})
     ids: list[int] = build_answer(found, tokenizer=tokenizer).ids.tolist()
     return ids, truth

@@ -1,9 +1,9 @@
-"""Measure one rollout-matching (stage-2) step of a 0.6 B model on a GPU: generation, building the targets, and
-training.
+"""Measure one rollout-matching (stage-2) step of a 0.6 B model on a GPU.
 
     PYTHONPATH=examples/detect python benchmarks/rollout_step.py [--steps N] [--json]
 
-The model is first fine-tuned on the scenes of examples/detect, so that its answers have realistic lengths.
+The step consists of generation, building the targets, and training. The model is first fine-tuned on the scenes of
+examples/detect, so that its answers have realistic lengths.
 """
 
 from __future__ import annotations

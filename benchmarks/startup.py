@@ -3,8 +3,9 @@
     python benchmarks/startup.py              the best of ten runs of each
     python benchmarks/startup.py --runs 3     quicker
 
-The commands are `chatmill --help`, and `chatmill prepare` of 100 records with a vocabulary of 128,000 tokens, once with
-an empty and once with a filled cache of compiled tokenizers. A first run, which is not counted, compiles the bytecode.
+The commands are `chatmill --help`, and `chatmill prepare` of 100 records with a vocabulary of 128,000 tokens. `prepare`
+runs with an empty and with a filled cache of compiled tokenizers. A first run, which is not counted, compiles the
+bytecode.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The performance targets of chatmill, compared with the results of a run."""
+"""The performance targets of chatmill."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Target:
 def target_table(results: Results, before: str = "") -> str:
     """Return a Markdown table of targets: wanted, measured, and whether each is met.
 
-    A target without a result keeps its row of the table `before`, if that table has one.
+    A target without a result keeps its row from the table `before`.
     """
     kept = {row.split(" | ")[0]: row for row in before.splitlines()}
     rows = ["| target | wanted | measured | |", "|---|---:|---:|---|"]
@@ -59,7 +59,6 @@ def left_lines(table: str) -> list[str]:
 
 
 def missed(results: Results) -> list[str]:
-    """Return the targets that were measured and not met."""
     values = [(target, target.held(results)) for target in TARGETS]
     return [target.what for target, value in values if value is not None and not target.met(value)]
 

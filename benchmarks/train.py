@@ -5,11 +5,11 @@
     python benchmarks/train.py --results FILE --warm     compile all kernels first, several lines at a time
     python benchmarks/train.py --results FILE --report   print the results without measuring
 
-Conversations of lognormal length (mean about 600 tokens, at most 4096, about 60 percent trained) pass through
-chatmill's store, loader and training loop in rows of 4096; the peers get the same batches. Each line runs in its own
-process, and its speed and memory come from that one run; the result is immediately appended to FILE as a line of JSON.
-The script requires numpy, torch, safetensors and transformers, and for peers liger_kernel, peft and bitsandbytes.
-`--small` runs the script with tiny models on any machine. The script exits with 1 if a target is missed.
+Conversation lengths are lognormal, with a mean of about 600 tokens and a maximum of 4096. The loss mask includes about
+60 percent of the tokens. The conversations pass through chatmill's store, loader and training loop in rows of 4096, and
+the peers get the same batches. Each line runs once, in its own process, and its result is appended to FILE as a line of
+JSON. The script requires numpy, torch, safetensors and transformers. The peers also require liger_kernel, peft and
+bitsandbytes. `--small` runs the script with tiny models on any machine. The script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from train_lines import TRAIN_LINES, TrainLine, chosen  # noqa: E402
 from train_report import measured, read_results, report  # noqa: E402
 
 LAYERS = 2
-"""Number of layers in the models that only compile."""
+"""Number of layers in models that are only compiled."""
 PATIENCE = 3.0
 """A line times out after this multiple of its estimate, plus two minutes."""
 UNFINISHED = "not finished after"
@@ -114,8 +114,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         worker = worker or Worker(line, args, folder)
         worker.go()
         if waiting:
-            # Importing can take as long as measuring a line, so the next process imports while this one creates its
-            # model.
+            # Importing can take as long as measuring, so the next process imports while this one creates its model.
             ready = Worker(waiting[0], args, folder)
         patience, left = PATIENCE * line.estimate + 120, ends - time.monotonic() + 20
         found = worker.result(min(patience, left))
@@ -131,15 +130,15 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
 
 def fitting(lines: list[TrainLine], ends: float) -> list[TrainLine]:
-    """Return the lines that fit into three quarters of the remaining budget; one quarter is reserved for compiling."""
+    """Return the lines that fit into three quarters of the remaining budget. The rest is reserved for compiling."""
     sums = itertools.accumulate(line.estimate for line in lines)
     left = 0.75 * (ends - time.monotonic())
     return [line for line, seconds in zip(lines, sums, strict=True) if seconds <= left]
 
 
 def warm(lines: list[TrainLine], args: argparse.Namespace, folder: Path, ends: float) -> None:
-    """Fill the kernel cache by running models with few layers for two steps, several models at once. All layers share
-    kernels, so a model with few layers compiles all of them.
+    """Fill the kernel cache by running several models at once for two steps. All layers share kernels, so few layers
+    suffice.
     """
     began = time.monotonic()
     waiting, running = deque(lines), deque[Worker]()
@@ -160,9 +159,7 @@ def say(text: str) -> None:
 
 
 class Worker:
-    """A process that measures one line. The process imports its libraries immediately, but uses the GPU only after
-    `go`.
-    """
+    """A process that measures one line. It imports its libraries immediately, but uses the GPU only after `go`."""
 
     def __init__(self, line: TrainLine, args: argparse.Namespace, folder: Path, *, layers: int | None = None) -> None:
         self.line = line
@@ -216,11 +213,9 @@ class Worker:
         self._errors.close()
 
 
-# Code of the worker process.
 
 
 def work(args: argparse.Namespace) -> int:
-    """Measure one line and print its result."""
     line = TRAIN_LINES[args.worker]
     if not line.own:
         import transformers.models.qwen3.modeling_qwen3  # noqa: F401
@@ -236,7 +231,7 @@ def work(args: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(dir=args.folder) as runs:
             found |= figures(trial, Path(runs))
     except Exception as error:
-        # Report the error and let the other lines run.
+        # The other lines should still run.
         import traceback
 
         traceback.print_exc()
@@ -245,12 +240,11 @@ def work(args: argparse.Namespace) -> int:
     found["total_s"] = time.perf_counter() - began
     out.write(json.dumps(found) + "\n")
     out.flush()
-    # Skip destructors, which can crash after an error.
+    # Destructors can crash after an error.
     os._exit(0)
 
 
 def figures(trial: Trial, folder: Path) -> dict[str, Any]:
-    """Return the speed and memory of one run."""
     gpu = trial.device == "cuda"
     start: dict[str, float] = {}
 
@@ -290,7 +284,6 @@ def figures(trial: Trial, folder: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, Any]:
-    """Return the device and library versions."""
     names = ("transformers", "peft", "liger_kernel", "bitsandbytes", "torchao")
     known = {name: version(name) for name in names if find_spec(name)}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"

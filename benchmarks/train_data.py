@@ -22,7 +22,7 @@ from chatmill.train.config import TrainConfig
 
 BLOCK, SMALL_BLOCK = 4096, 64
 VOCABULARY, SMALL_VOCABULARY = 50304, 512
-"""Number of token ids in the dataset, within the vocabulary of every model, so that all models share one dataset."""
+"""Every model's vocabulary contains these ids, so that all models can share one dataset."""
 STEPS, ROWS = 40, 8
 """The largest numbers of steps and rows that any line uses."""
 
@@ -69,22 +69,21 @@ class Trial:
         return TrainConfig.from_mapping({**load, **keys})
 
     def batches(self, *, timed: bool) -> Iterator[Batch]:
-        """Return the batches of all steps, or of the timed steps only."""
+        """Yield the batches of all steps, or of the timed steps only."""
         loader = EpisodeLoader(self.data, self.config())
         yield from itertools.islice(loader, self.warmup if timed else 0, self.warmup + self.steps)
         loader.close()
 
 
 def write_dataset(path: Path, *, small: bool) -> None:
-    """Write conversations of lognormal length, whose user and assistant turns are random tokens."""
+    """Write conversations of lognormal length, whose turns are random tokens."""
     block, vocabulary = (SMALL_BLOCK, SMALL_VOCABULARY) if small else (BLOCK, VOCABULARY)
     rng = np.random.default_rng(0)
     scale = block / BLOCK
     mean = 600 * scale
     count = int(STEPS * ROWS * block / mean)
     lengths = np.clip(rng.lognormal(np.log(mean) - 0.32, 0.8, count), 8, block).astype(np.int64)
-    # The lengths of user and assistant turns have the ratio 40:60; the last turn is truncated at the end of its
-    # conversation.
+    # The lengths of user and assistant turns have the ratio 40:60. The last turn ends with its conversation.
     tables, firsts = [], [0]
     for length in lengths.tolist():
         turns = np.maximum(1, scale * rng.lognormal(np.log((40, 64)), 0.5, (length, 2))).astype(np.int64).ravel()
@@ -122,10 +121,10 @@ def real_tokens(batch: Batch) -> torch.Tensor:
 
 
 def operations(trial: Trial) -> float:
-    """Return the FLOPs of the timed steps: layers on all tokens, the head on trained tokens only, attention within
-    conversations.
+    """Return the FLOPs of the timed steps.
 
-    Frozen weights have no weight gradients; checkpointed layers run forward twice.
+    Layers run on all tokens, the head only on tokens in the loss mask, and attention only within conversations. Frozen
+    weights have no weight gradients. Checkpointed layers run forward twice.
     """
     sizes = trial.config(**trial.shape).sizes(0)
     attention = sizes.n_embd * sizes.head_size * (2 * sizes.n_head + 2 * sizes.kv_heads)

@@ -17,7 +17,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "4b": {**QWEN, "n_layer": 36, "n_embd": 2560, "n_head": 32, "n_ffn": 9728},
     "8b": {**QWEN, "n_layer": 36, "n_embd": 4096, "n_head": 32, "n_ffn": 12288, "tie_weights": False},
 }
-"""Model shapes of Qwen3 and of configs/sft1/150M.json, as keys of chatmill's config."""
+"""Shapes of Qwen3 models, and of configs/sft1/150M.json, as keys of chatmill's config."""
 SMALL = {"n_layer": 3, "n_embd": 64, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_ffn": 128, "vocab_size": 512}
 STEP_S = {"150m": 0.1, "0.6b": 0.3, "1.7b": 0.7, "4b": 1.9, "8b": 2.6}
 """Approximate seconds per step on an H200, used only for time estimates."""
@@ -53,8 +53,6 @@ QLORA = replace(MASTERS, base="nf4")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainLine:
-    """One way to train one model."""
-
     name: str
     what: str
     side: Literal["chatmill", "peer", "usual"]
@@ -93,15 +91,13 @@ LIGER = "transformers, Liger, FlexAttention"
 
 
 def ours(model: str, *, own: bool, of: Precision, then: str, title: str = "", **more: Any) -> TrainLine:
-    """Return a line for chatmill."""
     name = f"{model}-{'own' if own else 'hf'}-{then}"
     what = f"chatmill, {OWN if own else HF}, {title or then}"
     return TrainLine(name=name, what=what, side="chatmill", model=model, own=own, precision=of, **more)
 
 
 def peers(model: str, *, of: Precision, then: str, title: str, **more: Any) -> Iterator[TrainLine]:
-    """Return the peer's best setup, plain and compiled; torch.compile replaces all Liger kernels except the fused
-    loss.
+    """Yield the peer's best setup, plain and compiled. torch.compile replaces all Liger kernels except the fused loss.
     """
     plain = TrainLine(
         name=f"{model}-peer-{then}",
@@ -120,7 +116,7 @@ def peers(model: str, *, of: Precision, then: str, title: str, **more: Any) -> I
 
 
 def full(model: str, **more: Any) -> Iterator[TrainLine]:
-    """Return the lines of full fine-tuning with every optimizer, and of the peer at both precisions."""
+    """Yield the lines of full fine-tuning, with every optimizer, and of the peer at both precisions."""
     yield ours(model, own=True, of=MASTERS, then="adamw", title="adamw (float32 masters)", **more)
     yield ours(model, own=True, of=HALF, then="adamw_bf16", optimizer="adamw_bf16", **more)
     yield from peers(model, of=HALF, then="bf16", title="bf16 weights, fused AdamW", **more)
@@ -172,7 +168,7 @@ TRAIN_LINES: dict[str, TrainLine] = {line.name: line for line in _lines()}
 
 
 def chosen(starts: list[str] | None) -> list[TrainLine]:
-    """Return the lines whose names start with one of these prefixes, or all lines if no prefix is given."""
+    """Return the lines whose names start with one of these prefixes; without prefixes, all lines."""
     if not starts:
         return list(TRAIN_LINES.values())
     named = [line for line in TRAIN_LINES.values() if line.name in starts]
@@ -187,7 +183,6 @@ def shape_of(line: TrainLine, *, small: bool, layers: int | None = None) -> dict
     shape = {**MODELS[line.model]}
     if small:
         shape = {**SMALL, "tie_weights": shape.get("tie_weights", True), "qk_norm": shape.get("qk_norm", False)}
-    # Limit the vocabulary to save memory, because many models that only compile share one GPU; kernels do not depend on
-    # the vocabulary size.
+    # Models that are only compiled share one GPU, so they get a small vocabulary. Kernels do not depend on its size.
     few = {"n_layer": layers, "vocab_size": min(shape["vocab_size"], 50304)} if layers else {}
     return {**shape, **few}

@@ -1,6 +1,4 @@
-"""Create the models of benchmarks/train.py with random weights, directly on the training device and in their own
-precision.
-"""
+"""Create the models of benchmarks/train.py with random weights, on the training device and in the line's precision."""
 
 from __future__ import annotations
 
@@ -17,7 +15,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "nf4": torch.bfl
 
 
 def own_gpt(shape: dict[str, Any], *, weights: str, block_size: int, device: str) -> GPT:
-    """Return chatmill's own model with this shape."""
     compute = torch.bfloat16 if device == "cuda" else None
     with torch.device(device):
         torch.manual_seed(0)
@@ -25,7 +22,6 @@ def own_gpt(shape: dict[str, Any], *, weights: str, block_size: int, device: str
 
 
 def qwen3(shape: dict[str, Any], *, weights: str, block_size: int, device: str, attention: str = "sdpa") -> Any:
-    """Return transformers' Qwen3 with this shape."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     usable_precision(torch.bfloat16)
@@ -50,7 +46,7 @@ def qwen3(shape: dict[str, Any], *, weights: str, block_size: int, device: str, 
 
 
 def quantize(lm: Any, device: str) -> None:
-    """Replace all linear layers except the head with 4-bit layers from bitsandbytes, quantized in place."""
+    """Replace all linear layers except the head with 4-bit layers from bitsandbytes."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for layer in lm.model.layers:
@@ -80,7 +76,7 @@ def quantize(lm: Any, device: str) -> None:
 
 
 def trained_precision(model: nn.Module) -> str:
-    """Return the common dtype of all trained matrices."""
+    """Return the dtype of all trained matrices."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim > 1]
     kinds = {str(parameter.dtype).removeprefix("torch.") for parameter in trained}
     if len(kinds) != 1:

@@ -16,7 +16,7 @@ from chatmill.train.result import StepRecord
 
 
 def run(trial: Trial, folder: Path, measured_from: Any) -> dict[str, Any]:
-    """Train and return the figures of the timed steps; call `measured_from` once the model is created."""
+    """Train, and return the measurements of the timed steps. Call `measured_from` after creating the model."""
     line = trial.line
     config = trial.config(**settings(trial))
     model = make_model(trial)
@@ -46,7 +46,7 @@ def run(trial: Trial, folder: Path, measured_from: Any) -> dict[str, Any]:
 
 
 def settings(trial: Trial) -> dict[str, Any]:
-    """Return the config keys of the run; optimizer and precision are set only where the line sets them."""
+    """Return the config keys of the run. Optimizer and precision are set only if the line sets them."""
     line = trial.line
     named: dict[str, Any] = {
         "optimizer": line.optimizer if line.optimizer != "adamw" else None,
@@ -58,7 +58,7 @@ def settings(trial: Trial) -> dict[str, Any]:
         **trial.shape,
         "max_positions": trial.block_size,
         "max_iters": trial.warmup + trial.steps,
-        # Use a long warm-up, because training on random tokens could diverge.
+        # Training on random tokens could diverge without a long warm-up.
         "warmup_iters": 100,
         "eval_interval": 0,
         "save_interval": 0,
@@ -69,7 +69,7 @@ def settings(trial: Trial) -> dict[str, Any]:
 
 
 def make_model(trial: Trial) -> CausalModel:
-    """Return the model on its device; the base model of adapters keeps its stored precision."""
+    """Return the model on its device. The base model of adapters keeps its stored precision."""
     line, device = trial.line, trial.device
     weights = line.precision.base or line.precision.weights
     if line.own:
@@ -82,6 +82,6 @@ def make_model(trial: Trial) -> CausalModel:
         from chatmill.train.quantized import use_nf4
 
         use_nf4(lm)
-    # HFModel tests whether packed conversations are separated; skip this test for random weights.
+    # Qwen3 separates packed conversations, so HFModel need not test it.
     model = HFModel(lm, compute=compute, separates=True)
     return model.with_lora(LoraSizes(r=16), Path()) if line.precision.base else model

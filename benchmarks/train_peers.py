@@ -1,7 +1,7 @@
-"""Run the peers of benchmarks/train.py: the best setup of Hugging Face libraries.
+"""Run the peers of benchmarks/train.py: Hugging Face libraries with their fastest settings.
 
-The setup is transformers with FlexAttention (conversations separated by position ids), Liger kernels, fused AdamW, peft
-and bitsandbytes, with the same gradient clipping as chatmill. The peers get chatmill's batches, already on the device.
+The peers use transformers with FlexAttention, Liger kernels, fused AdamW, peft and bitsandbytes. Position ids separate
+the conversations. The peers clip gradients as chatmill does, and get chatmill's batches, already on the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from train_models import qwen3, trained_precision
 
 
 def run(trial: Trial, measured_from: Any) -> dict[str, Any]:
-    """Train and return the figures of the timed steps; call `measured_from` once the model is created."""
+    """Train, and return the measurements of the timed steps. Call `measured_from` after creating the model."""
     line, device = trial.line, trial.device
     lm, module = make_model(trial)
     if (made := trained_precision(module)) != line.precision.weights:
@@ -53,10 +53,9 @@ def run(trial: Trial, measured_from: Any) -> dict[str, Any]:
 
 
 def prepared(batch: Any, trial: Trial) -> dict[str, Tensor]:
-    """Return the arguments of a forward pass with labels, on the device."""
     real = real_tokens(batch)
     longest = trial.block_size if trial.line.packed else int(real.sum(dim=1).max())
-    # The model shifts labels itself, so the labels are y shifted by one to the right.
+    # The model shifts the labels to the left by one, so y is shifted to the right here.
     labels = torch.full_like(batch.y, -100)
     labels[:, 1:] = batch.y[:, :-1]
     inputs = {"input_ids": batch.x, "labels": labels}
@@ -65,7 +64,7 @@ def prepared(batch: Any, trial: Trial) -> dict[str, Tensor]:
 
 
 def make_model(trial: Trial) -> tuple[Any, Any]:
-    """Return the transformers model, and the module to call: the model itself, or its peft wrapper."""
+    """Return the transformers model and the module to call, which is the model or its peft wrapper."""
     line, device = trial.line, trial.device
     flex = line.side == "peer" and device == "cuda"
     lm = qwen3(
@@ -75,7 +74,7 @@ def make_model(trial: Trial) -> tuple[Any, Any]:
         device=device,
         attention=flex_attention() if flex else "sdpa",
     )
-    # Liger's kernels need Triton, so on a CPU the line runs without them.
+    # Liger's kernels need Triton, which needs a GPU.
     if line.liger and device == "cuda":
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3
 
@@ -89,8 +88,8 @@ def make_model(trial: Trial) -> tuple[Any, Any]:
         module = get_peft_model(lm, lora)
         for each in module.modules():
             if hasattr(each, "cast_input_dtype_enabled") and device == "cuda":
-                # Autocast already casts the input of an adapter; without this setting, peft would first copy the input
-                # to float32.
+                # Autocast already casts the input of an adapter; without this setting, peft would first copy it to
+                # float32.
                 each.cast_input_dtype_enabled = False
     module.train()
     if line.checkpointing:
@@ -110,8 +109,8 @@ def make_optimizer(parameters: list[nn.Parameter], name: str, device: str) -> An
 
 
 def flex_attention() -> str:
-    """Run transformers' FlexAttention after casting queries and keys, which a float32 norm may upcast, back to the
-    dtype of the values.
+    """Register FlexAttention with queries and keys cast to the dtype of the values; a float32 norm may have upcast
+    them.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.flex_attention import flex_attention_forward
@@ -126,7 +125,7 @@ def flex_attention() -> str:
 
 
 def check_separate(lm: Any, positions: Tensor) -> None:
-    """Raise unless the mask is a BlockMask that separates conversations."""
+    """Raise an error unless the mask is a BlockMask that separates conversations."""
     from torch.nn.attention.flex_attention import BlockMask
     from transformers.masking_utils import create_causal_mask
 
@@ -143,14 +142,13 @@ def check_separate(lm: Any, positions: Tensor) -> None:
 
 
 def cast(trial: Trial) -> AbstractContextManager[Any]:
-    """Return an autocast context if trained weights are float32, as a Trainer does with bf16=True."""
+    """Return an autocast context if the trained weights are float32, as Trainer does with bf16=True."""
     if trial.line.precision.weights == "float32" and trial.device == "cuda":
         return torch.autocast("cuda", dtype=torch.bfloat16)
     return nullcontext()
 
 
 def synchronized(device: str) -> float:
-    """Wait for all launched GPU work, and return the time."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

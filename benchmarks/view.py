@@ -1,9 +1,9 @@
 """Measure the viewer on a large dataset: `.venv/bin/python benchmarks/view.py [--episodes N] [--folder DIR] [--json]`.
 
-A generator writes a dataset of a million conversations (about 1.5 GB in --folder; the index needs the same amount
-again). The script starts `chatmill view` on the dataset and sends the requests of the viewer's page: the first page
-right after the start, while the index is being built, and searches once the index is complete. The text of one search
-occurs only in one of the last episodes. The script exits with 1 if a target is missed.
+The script generates a dataset of a million conversations: about 1.5 GB in --folder, and as much again for the index. It
+starts `chatmill view` and sends the requests of the viewer's page. It measures the first page while the index is being
+built, and searches once the index is complete. One search looks for a text in one of the last episodes. The script
+exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> int:
             }
             filtered = ask_ms(url, "/api/train/episodes?least=600&share_from=0.7&role=assistant")
             memory = memory_of(process)
-            # Measure the floor: the same number of requests for a small file.
+            # The floor is the time of the same number of requests for a small file.
             request_ms = statistics.median(ask_ms(url, PAGE[1]) for _ in range(50))
             floor_ms = (len(PAGE) + 2) * request_ms
         with viewer(folder) as (url, *_):
@@ -104,7 +104,6 @@ def main() -> int:
     return 0 if kept else 1
 
 
-# Requests, as the viewer's page sends them.
 
 
 @contextmanager
@@ -140,7 +139,7 @@ def ask_ms(url: str, path: str) -> float:
 
 
 def first_page(url: str) -> float:
-    """Return the milliseconds for all requests of the first page, one after the other."""
+    """Return the milliseconds for all requests of the first page, sent one by one."""
     return sum(ask_ms(url, path) for path in [*PAGE, "/api/about", "/api/train/episodes?limit=50"])
 
 
@@ -151,9 +150,7 @@ def complete(url: str) -> bool:
 
 
 def first_hit(url: str, text: str) -> tuple[float, bool]:
-    """Return the seconds until the first response with an episode or until the end of the responses, and whether an
-    episode was found.
-    """
+    """Return the seconds until an episode was found or the search ended, and whether one was found."""
     started, start = time.perf_counter(), 0
     while start is not None:
         query = urllib.parse.urlencode({"q": text, "start": start, "limit": 1})
@@ -165,18 +162,16 @@ def first_hit(url: str, text: str) -> tuple[float, bool]:
 
 
 def scan(store: Path) -> float:
-    """Return the seconds to search the token bytes of all shards for the rare text."""
     wanted, started = np.frombuffer(RARE.encode(), dtype=np.uint8).astype("<u2").tobytes(), time.perf_counter()
     for path in sorted((store / "train").glob("*/tokens.bin")):
         path.read_bytes().find(wanted)
     return time.perf_counter() - started
 
 
-# The store.
 
 
 def write(folder: Path, episodes: int) -> tuple[int, list[str]]:
-    """Write conversations of one exchange in an invented language; return the number of tokens and the words."""
+    """Write conversations of one exchange in an invented language; return the number of tokens, and the words."""
     format = load_format("chatml")
     tokenizer = open_tokenizer("bytes", control=format.tokens)
     rng = np.random.default_rng(0)
@@ -216,9 +211,7 @@ def invented(rng: np.random.Generator, count: int) -> list[str]:
 def conversations(
     rng: np.random.Generator, words: list[str], special: dict[str, int], first: int, count: int, planted: int | None
 ) -> Rows:
-    """Return rows that look like rendered conversations, made from the literals of the format and words of different
-    frequencies.
-    """
+    """Return random rows that look like rendered conversations."""
     start, eot = special["start"], special["eot"]
     literals = [[start, *b"user\n"], [eot], [*b"\n"], [start, *b"assistant\n"], [*RARE.encode()]]
     pieces = [*literals, *([*f"{word} ".encode()] for word in words)]
@@ -240,7 +233,7 @@ def conversations(
     if planted is not None:
         chosen[user[planted] + 1] = 4
     at = offsets(np.diff(begin)[chosen])
-    # Header, text, end and line end of the user turn, then of the assistant turn.
+    # Start of the header, text, end and line end of the user turn, then of the assistant turn.
     borders = np.stack(
         [at[user], at[user] + 1, at[close], at[end], at[opener], at[opener + 1], at[last - 2], at[last - 1]]
     )

@@ -1,5 +1,3 @@
-"""Datasets of conversations, and logged runs over them."""
-
 from __future__ import annotations
 
 import hashlib
@@ -84,9 +82,7 @@ def run(
     close: bool = True,
     **options: Any,
 ) -> tuple[Audit, dict[int, dict[str, Any]]]:
-    """Read batches up to a step with an audit log, from the start or from `saved`, and save the state at the given
-    steps.
-    """
+    """Read batches with an audit log up to `steps`; return the log and the states at `checkpoints`."""
     audit = Audit(folder, every=every, state=None if saved is None else saved["audit"])
     loader = EpisodeLoader(dataset, {**SMALL, **(config or {})}, listener=audit, **options)
     if saved is not None:
@@ -95,7 +91,7 @@ def run(
     while loader.cursor().step < steps:
         loader.get_batch()
         if loader.cursor().step in checkpoints:
-            # Convert the state to JSON and back, as a checkpoint does.
+            # A checkpoint stores the state as JSON.
             state = {"audit": audit.checkpoint(), "loader": loader.state_dict()}
             states[loader.cursor().step] = json.loads(json.dumps(state))
     loader.close()
@@ -105,7 +101,7 @@ def run(
 
 
 def rechained(lines: list[bytes], start: int) -> list[bytes]:
-    """Recompute the hash in each line from `start` to the end, to hide an earlier change."""
+    """Recompute the hash chain from line `start` on, to hide a change."""
     fixed = list(lines)
     for number in range(start, len(fixed)):
         previous = hashlib.sha256(fixed[number - 1]).hexdigest() if number else "0" * 64

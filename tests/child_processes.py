@@ -1,8 +1,8 @@
-"""Start child processes that compute with torch, forked from a clean server instead of from the test process.
+"""Start child processes that compute with torch. They are forked from a clean server, not from the test process.
 
-`os.fork()` copies the locks of torch's thread pools but not their threads: on aarch64, a child of a process that has
-multiplied matrices waits forever in its first `Linear.forward`. The server (Python's "forkserver") imports torch and
-chatmill once, with one thread, and computes nothing, so its children are clean and start in milliseconds.
+`os.fork()` copies the locks of torch's thread pools but not their threads. On aarch64, a child of a process that has
+multiplied matrices therefore hangs in its first `Linear.forward`. The server (Python's "forkserver") imports torch and
+chatmill once, with one thread, and computes nothing. Its children start in milliseconds.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def start_child(
     output: Path | None = None,
     time_limit: float = TIME_LIMIT,
 ) -> BaseProcess:
-    """Start `work` (any callable, including closures) in a new process with the current folder, path and environment.
+    """Start any callable in a new process with the current folder, path and environment.
 
-    With `output`, the standard output and error of the process go to the files "out" and "err" in that folder. After
-    `time_limit` seconds, the process prints the stacks of its threads and exits with 1.
+    If `output` is set, stdout and stderr go to the files "out" and "err" in that folder. After `time_limit` seconds,
+    the process prints the stacks of its threads and exits with 1.
     """
     environment = {**os.environ, **SURROUNDINGS, **(variables or {})}
     files = (
@@ -76,10 +76,8 @@ def start_in(
     streams: Mapping[int, int],
     time_limit: float = TIME_LIMIT,
 ) -> BaseProcess:
-    """Start `work` in a new process with this folder and environment; `streams` are standard input, output and
-    error.
-    """
-    # Descriptors are sent to the server's children as `Connection` objects.
+    """Start `work` in a new process. `streams` maps 0, 1 and 2 to open descriptors."""
+    # Only `Connection` objects can send descriptors to the server's children.
     sent = {number: Connection(os.dup(file)) for number, file in streams.items()}
     child = _server().Process(
         target=_run_child, args=(cloudpickle.dumps(work), environment, folder, sent, time_limit), daemon=True
@@ -91,9 +89,7 @@ def start_in(
 
 
 def end_children(children: Sequence[BaseProcess]) -> list[int]:
-    """Wait for all processes and return their exit codes. If one process fails, the others are ended shortly
-    afterwards.
-    """
+    """Wait for all processes and return their exit codes. If one fails, end the others soon after."""
     try:
         while (running := [child for child in children if child.exitcode is None]) and not _failed(children):
             wait([child.sentinel for child in running])
@@ -140,13 +136,12 @@ def _run_child(
     for number, connection in streams.items():
         os.dup2(connection.fileno(), number)
         connection.close()
-    # Set up the standard streams as in a newly started process.
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", 1 if 0 not in streams else -1, encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
     faulthandler.dump_traceback_later(limit, exit=True, file=2)
-    # `work` may start processes, which Python forbids in daemons. Forking stays safe, because the new thread only waits
-    # in a system call.
+    # `work` may start processes, which Python forbids in daemons. Forking stays safe: the new thread only waits in a
+    # system call.
     multiprocessing.current_process()._config["daemon"] = False
     _thread.start_new_thread(_end_with_the_parent, ())
     os.environ.clear()
@@ -164,7 +159,7 @@ def _end_with_the_parent() -> None:
 
 
 def may_fork(request) -> bool:
-    """Return True if this process has only one thread; otherwise run the test in a new process and return False."""
+    """Return whether this process has only one thread. If not, run the test in a new process."""
     if threading.active_count() == 1:
         return True
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", request.node.nodeid]

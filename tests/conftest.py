@@ -1,6 +1,4 @@
-"""Pytest settings for all tests: reproducible property tests, time limits, and the distribution of tests over
-processes.
-"""
+"""Pytest settings for all tests."""
 
 import os
 import signal
@@ -26,14 +24,13 @@ from remote.servers import (  # noqa: F401 (fixtures)
 from slower_tests import CLUSTER, EXAMPLES
 from xdist.scheduler import LoadScopeScheduling
 
-# Disable deadlines and the "too slow" check, so that a busy machine does not fail a correct test.
+# Deadlines and the "too slow" check would fail correct tests on a busy machine.
 settings.register_profile(
     "ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("ci")
 
-# Restore the default signal handlers: a shell makes background processes ignore Ctrl-C, and child processes that tests
-# must interrupt would inherit this.
+# A shell makes background processes ignore Ctrl-C, and child processes inherit this. Some tests must interrupt theirs.
 for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(ignored) == signal.SIG_IGN:
         signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
@@ -42,17 +39,17 @@ for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 collect_ignore = ["trainers"]
 
 process_watch.mark_children()
-# Child processes buffer their output as they do for a user, independent of the settings of this machine.
+# Child processes must buffer their output as they do for a user.
 os.environ.pop("PYTHONUNBUFFERED", None)
 # With token authentication, a process that has used one Ray cluster cannot start another with other home folders.
 os.environ["RAY_AUTH_MODE"] = "disabled"
-# Disable the tokenizer cache, so that tests do not depend on its content; tests of the cache enable it.
+# Tests must not depend on the content of the tokenizer cache. Tests of the cache enable it.
 os.environ["CHATMILL_TOKENIZER_CACHE"] = "0"
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_timeout_set_timer(item, settings):
-    """If a test times out, end the processes that it started and print their stacks before the test fails."""
+    """If a test times out, end the processes that it started and print their stacks."""
     result = yield
     fail = signal.getsignal(signal.SIGALRM)
 
@@ -66,9 +63,7 @@ def pytest_timeout_set_timer(item, settings):
 
 
 def pytest_make_parametrize_id(val, argname):
-    """Use the parameter name as the test id of bytes, whose content (such as a compression time) may differ between
-    processes.
-    """
+    """Use the parameter name as the test id of bytes, which may differ between processes."""
     return argname if isinstance(val, bytes) else None
 
 
@@ -90,9 +85,9 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 class FilesAndPages(LoadScopeScheduling):
-    """Run the tests of a file in one process, because they share fixtures, but split up the long tests of docs pages.
+    """Run the tests of a file in one process, because they share fixtures. Split up only the long tests of docs pages.
 
-    Files that start Ray run one after the other, because two clusters that start at the same time can deadlock.
+    Files that start Ray run one after the other: two clusters that start at the same time can deadlock.
     """
 
     def _split_scope(self, nodeid):
@@ -101,8 +96,8 @@ class FilesAndPages(LoadScopeScheduling):
             return nodeid
         return "ray" if "prepare/test_ray" in file else file
 
-    # The methods below avoid two bugs of xdist 3.8: KeyError if it schedules work for a process that has not collected
-    # its tests yet, and a repetition of the test that crashed a process.
+    # The methods below avoid two bugs in xdist 3.8. It raises KeyError if it schedules work for a process that is still
+    # collecting tests, and it repeats a test that crashed a process.
 
     def _reschedule(self, node):
         if node in self.registered_collections:

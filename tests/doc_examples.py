@@ -28,7 +28,7 @@ DISPLAY_ONLY = ("make", "pip", "git", "cd", "source")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text, and the page line at which its text starts."""
+    """A fenced block; its text starts at `line` of the page."""
 
     language: str
     text: str
@@ -38,7 +38,7 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """Return the fenced blocks of a page in order; a fence may be indented, as in lists."""
+    """Return the fenced blocks of a page. Fences in lists may be indented."""
     found: list[Block] = []
     fence, language, start, heading = "", "", 0, True
     lines: list[str] = []
@@ -60,7 +60,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def prose(page: str) -> str:
-    """Return the page with empty lines instead of its fenced blocks."""
+    """Return the page with empty lines in place of its fenced blocks."""
     lines = page.splitlines()
     for block in blocks(page):
         stop = block.line - 1 + len(block.text.splitlines())
@@ -84,7 +84,7 @@ def commands(block: Block) -> list[tuple[int, str, list[str]]]:
 
 
 def matches(shown: str, printed: str) -> bool:
-    """Whether the output shown on a page matches the printed output; the module docstring describes the wildcards."""
+    """Whether the printed output matches the shown output, which may contain wildcards."""
     pattern = ""
     for line in shown.strip("\n").splitlines():
         if line.strip() in ("…", "..."):
@@ -111,7 +111,7 @@ def display_faults(page: str) -> list[str]:
 
 
 def run(page: Path, folder: Path) -> None:
-    """Run every example of a page in `folder`, the current directory, and fail at the first wrong one."""
+    """Run every example of a page in the current folder, and fail at the first wrong one."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     found = blocks(page.read_text("utf-8"))
     for index, block in enumerate(found):
@@ -129,7 +129,7 @@ def run_command(place: str, command: str, shown: str, folder: Path) -> None:
     plain = {"PATH": path, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
     # Pages run in parallel, so each page uses few threads.
     plain["OMP_NUM_THREADS"] = "1"
-    # The closing brace is on its own line, because a command may end in a comment.
+    # The command may end in a comment, so the closing brace is on its own line.
     code, printed, _ = run_in_shell(f"{{ {command}\n}} 2>&1", folder=folder, environment=os.environ | plain)
     said = re.search(r"# exit (\d+)$", command)
     expected = int(said[1]) if said else 0
@@ -140,7 +140,7 @@ def run_command(place: str, command: str, shown: str, folder: Path) -> None:
 
 
 def run_python(page: Path, block: Block, shown: str | None, namespace: dict[str, Any]) -> None:
-    # Empty lines before the code make a traceback show the line of the page.
+    # The empty lines make a traceback show the line of the page.
     code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -1,4 +1,4 @@
-"""The audit log file: no value can forge a line, and the file is append-only."""
+"""The audit log file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_changed_line_parses_to_other_values_or_is_rejected(fields, data):
         found = parse_line(bytes(raw))
     except DataError:
         return
-    # If a changed line still parses, it is in canonical form, and its values differ from the original ones.
+    # If a changed line still parses, it is canonical and has other values.
     again = write_line(datetime.fromisoformat(found.time), found.action, found.fields, found.previous)
     assert again == bytes(raw)
     assert (found.time, found.action, found.fields, found.previous) != (TIME, "steps", fields, START)
@@ -164,8 +164,6 @@ def test_a_log_without_the_checkpoint_line_is_not_continued(tmp_path):
 
 
 class FullDisk(files.Disk):
-    """Return a disk with space for `room` more bytes."""
-
     def __init__(self, room: int) -> None:
         self.room = room
 

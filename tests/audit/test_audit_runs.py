@@ -1,4 +1,4 @@
-"""The audit log records the returned batches, and verification detects every later change."""
+"""Audit logs of whole runs, and their verification."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def documented(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Return a folder of two sources."""
     folder = tmp_path_factory.mktemp("data")
     make_dataset(folder / "a", train=20, seed=1)
     make_dataset(folder / "b", train=33, seed=2)
@@ -52,7 +51,6 @@ def actions(log):
     return [line.action for line in read_log(log) if isinstance(line, LogLine)]
 
 
-# Contents of the log.
 
 
 def test_the_documented_example_reproduces_its_lines(documented, tmp_path):
@@ -128,7 +126,7 @@ def test_a_mixed_run_logs_what_every_source_contributed(root, tmp_path, mix_by, 
 
 
 def counted(root, config, steps):
-    """Count the rows, tokens or trained tokens of each source one by one, from batches and stored episodes."""
+    """Count the rows, tokens or trained tokens of each source, one by one."""
     loader = EpisodeLoader(root, {**SMALL, **config}, tensors=False)
     stored = {
         source.name: [source.episodes("train").rows([n]) for n in range(len(source.episodes("train")))]
@@ -177,8 +175,7 @@ def test_a_log_of_an_earlier_version_verifies_and_is_continued(dataset, tmp_path
     audit, _ = run(dataset, tmp_path, 30, every=6, saved=states[20])
     checked = verify_log(audit.path, dataset)
     assert (checked.fault, checked.steps) == (None, 30)
-    # Without the digest kind in the log, verification computes digests of the old kind, which do not match the new
-    # ones.
+    # Without row_digest in the log, verification computes digests of the old kind.
     audit.path.write_bytes(b"".join(line + b"\n" for line in rechained(
         audit.path.read_bytes().replace(b" | row_digest=sha256", b"").split(b"\n")[:-1], 0
     )))  # fmt: skip
@@ -229,13 +226,10 @@ def test_digests_cover_all_ranks_if_they_can_be_reduced(dataset, tmp_path, share
     assert (digests[0] == digests[1]) == shared
 
 
-# Changes that verification detects.
 
 
 def test_a_reader_that_swaps_two_episodes_is_detected(dataset, tmp_path, monkeypatch):
-    """The loader reports the expected episode ids although the rows are swapped, so only the digest reveals the
-    swap.
-    """
+    """The loader still reports the expected episode ids, so only the digest reveals the swap."""
     real = EpisodeReader.locate
 
     def swapping(self, episodes):
@@ -272,7 +266,7 @@ def test_a_change_of_data_files_under_the_same_metadata_is_detected(dataset, tmp
     raw[-20] ^= 1
     tokens.write_bytes(raw)
     fault = verify_log(audit.path, changed).fault
-    # A change in a used row changes a digest; any other change is found by the file hash.
+    # The file hash detects changes in rows that were not used.
     assert re.search(r":\d+: steps has digest " if split == "train" else r"val/shard_00000/tokens\.bin: ", fault)
 
 
@@ -300,7 +294,7 @@ def test_training_on_changed_files_is_detected_after_they_are_restored(
 
 
 def test_300_manipulations_are_all_detected(dataset, tmp_path):
-    """In half of the cases, all hashes after the change are recomputed, so that the hash chain is valid."""
+    """In every second case, all later hashes are recomputed, so that the hash chain is valid."""
     config = {"batch_size": 8}
     audit, states = run(dataset, tmp_path, 9, checkpoints=(4,), config=config, every=2)
     audit, states = run(dataset, tmp_path, 15, checkpoints=(9, 15), config=config, every=2, saved=states[4])
@@ -315,19 +309,19 @@ def test_300_manipulations_are_all_detected(dataset, tmp_path):
         kind = ("change", "field", "insert", "remove", "reorder", "cut")[number // 2 % 6]
         changed = lines
         while changed == lines:
-            # Try again if recomputing the hashes has undone the change.
+            # Recomputing the hashes can undo the change.
             changed, first = tampered(lines, kind, rng)
             changed = rechained(changed, first) if number % 2 else changed
         log.write_bytes(b"".join(line + b"\n" for line in changed))
         checked = verify_log(log, dataset, heads=heads)
-        # A line that is inserted after the last checkpoint line is not a fault, but is reported as unanchored.
+        # A line inserted after the last checkpoint line is reported as unanchored.
         assert checked.fault is not None or (kind == "insert" and checked.unanchored), (kind, number, first)
         found[kind] = found.get(kind, 0) + 1
     assert sum(found.values()) == 300 and len(found) == 6
 
 
 def tampered(lines, kind, rng):
-    """Return the lines after one change, and the number of the first line that differs."""
+    """Return the lines after one change, and the index of the first changed line."""
     at = rng.randrange(len(lines))
     changed = list(lines)
     if kind == "change":
@@ -335,7 +329,6 @@ def tampered(lines, kind, rng):
         byte = bytes([rng.choice([b for b in range(32, 127) if b != lines[at][place]])])
         changed[at] = lines[at][:place] + byte + lines[at][place + 1 :]
     elif kind == "field":
-        # The changed value is still a valid number.
         digits = [m.span() for m in re.finditer(rb"(?<==)\d+(?= \|)", lines[at])] or [(0, 4)]
         start, stop = rng.choice(digits)
         value = int(lines[at][start:stop]) + rng.choice([-1, 1, 7])
@@ -404,13 +397,12 @@ FORGERIES = [
 
 @pytest.mark.parametrize("number", range(len(FORGERIES)))
 def test_a_forged_log_with_a_valid_hash_chain_is_detected(dataset, tmp_path, number):
-    """The forgery is detected even if the head from the checkpoint is not passed to `verify_log`."""
+    """The head of the checkpoint is not passed to `verify_log`."""
     action, forge, said = FORGERIES[number]
     _, states = run(dataset, tmp_path, 11, checkpoints=(9,), config={"batch_size": 8})
     audit, _ = run(dataset, tmp_path, 12, config={"batch_size": 8}, saved=states[9])
     lines = audit.path.read_bytes().split(b"\n")[:-1]
     at = actions(audit.path).index(action)
-    # The head in the resume line is updated to match the forged chain.
     forged = rechained([*lines[:at], *forge(lines[at]), *lines[at + 1 :]], at)
     head = states[9]["audit"]["head"].encode()
     for number, line in enumerate(forged):
@@ -484,7 +476,7 @@ def test_a_torn_line_is_reported_and_the_log_is_continued(dataset, tmp_path):
     audit, later = run(dataset, tmp_path, 24, checkpoints=(24,), every=2, saved=states[8])
     checked = verify_log(audit.path, dataset, heads=head_of(later[24]))
     assert (checked.fault, checked.torn, checked.unanchored) == (None, [last], 0)
-    # A torn line that was changed afterwards is detected.
+    # Changing a torn line is detected.
     lines = audit.path.read_bytes().split(b"\n")
     lines[last - 1] = lines[last - 1][:-1]
     audit.path.write_bytes(b"\n".join(lines))
@@ -540,7 +532,6 @@ def test_a_replayed_step_equals_the_batch_that_was_returned(dataset, tmp_path):
     for step in range(12):
         delivered, replayed = loader.get_batch(), replay_step(audit.path, step)
         assert replayed.step.at.step == step
-        # Abandoned lines are ignored.
         assert (replayed.line > actions(audit.path).index("resume")) == (step >= 5)
         for mine, theirs in zip(delivered, replayed.batch, strict=True):
             np.testing.assert_array_equal(mine, theirs)
@@ -567,11 +558,9 @@ def test_a_missing_or_empty_log_is_one_error_line(dataset, tmp_path):
     )
 
 
-# The state in a checkpoint must match the log.
 
 
 def edited(state, *place, value):
-    """Return a copy of a state with another value at one path."""
     copied = json.loads(json.dumps(state))
     *outer, last = place
     inner = copied
@@ -583,7 +572,6 @@ def edited(state, *place, value):
 
 @pytest.fixture(scope="module")
 def checkpointed(dataset, tmp_path_factory):
-    """Return a log, and the state in its checkpoint at step 15."""
     audit, states = run(dataset, tmp_path_factory.mktemp("logs"), 20, checkpoints=(15,))
     return audit.path, states[15]
 

@@ -1,4 +1,4 @@
-"""The benchmark page and its charts, generated from the stored results of one small run."""
+"""The benchmark page and its charts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def modules(*names):
-    """Import modules of benchmarks/, which is not a package: its scripts import each other from the same folder."""
+    """Import modules of benchmarks/, which is not a package."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         return [importlib.import_module(name) for name in names]
@@ -38,7 +38,6 @@ def run():
 
 
 def row(text, start):
-    """Return the only row of a Markdown table that begins with `start`."""
     found = [line for line in text.splitlines() if line.startswith(f"| {start}")]
     assert len(found) == 1, found
     return found[0]

@@ -1,5 +1,3 @@
-"""A fixture that runs commands as a user would, in an empty folder."""
-
 from __future__ import annotations
 
 import sys

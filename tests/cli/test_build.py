@@ -1,4 +1,4 @@
-"""Commands that build caches: their output, their settings from chatmill.toml, and their errors."""
+"""Commands that build caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The progress that `chatmill prepare` writes to stderr during a build."""
+"""Progress of `chatmill prepare` on stderr."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_each_source_has_its_own_counts(job, workers):
 
 
 def test_a_resumed_build_reports_the_units_it_reuses(job):
-    """Units of the interrupted build are counted separately, because they must not affect the reported rate."""
+    """Units of the interrupted build must not affect the reported rate."""
     stopped = 0
 
     def stop(now: BuildProgress) -> None:

@@ -201,7 +201,7 @@ def test_the_date_is_printed_and_stored(run, folder, tmp_path):
 
 
 def test_the_certificate_is_the_same_for_any_number_of_workers(run, folder, tmp_path, monkeypatch, request):
-    """The records include control text, conversations with two exchanges, and records that are refused."""
+    """The records include control text, two exchanges, and records that are rejected."""
     if not may_fork(request):
         return
     monkeypatch.setattr(observe, "CHUNK", 8)

@@ -24,7 +24,6 @@ def script():
 
 
 def words(group, path=("chatmill",)):
-    """Yield each command and all names of its options."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from words(command, (*path, name))

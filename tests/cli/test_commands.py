@@ -1,4 +1,4 @@
-"""Commands as a user runs them: their output, the files they write, and their errors."""
+"""Commands as a user runs them."""
 
 from __future__ import annotations
 

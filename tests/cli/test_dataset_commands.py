@@ -1,4 +1,4 @@
-"""The commands reweigh, diff and export parquet, on prepared datasets."""
+"""The commands reweigh, diff and export parquet."""
 
 from __future__ import annotations
 

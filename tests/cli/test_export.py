@@ -1,4 +1,4 @@
-"""`chatmill export transcripts` counts its records, and its files read back as the same text."""
+"""`chatmill export transcripts`."""
 
 from __future__ import annotations
 

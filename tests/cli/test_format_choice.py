@@ -1,4 +1,4 @@
-"""The default chat format: the chat template of the tokenizer folder if it has one, otherwise chatml."""
+"""The default chat format: the tokenizer folder's chat template, or else chatml."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FOLDERS = {
 
 @pytest.fixture
 def folders(run):
-    """Make a folder for each location of a chat template, and one without a template."""
+    """Create one folder for each location of a chat template, and one without a template."""
     for name, files in {**FOLDERS, "plain": {"tokenizer_config.json": "{}"}}.items():
         Path(name).mkdir()
         Path(name, "tokenizer.json").write_bytes(VOCABULARY)
@@ -51,7 +51,6 @@ def folders(run):
 
 
 def stored(name: str) -> tuple[str, str]:
-    """Return the text of the first row of a dataset and the format name in its metadata."""
     dataset = open_dataset(name)
     renderer = open_renderer("chatml", "plain")
     return renderer.tokenizer.decode(dataset["train"].tokens(0)), dataset.metadata.format["name"]

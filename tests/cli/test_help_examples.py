@@ -15,7 +15,6 @@ ROOT = typer.main.get_command(app_of())
 
 
 def leaves(group, path=("chatmill",)):
-    """Yield the path and the object of every command that is not a group."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from leaves(command, (*path, name))
@@ -27,7 +26,7 @@ COMMANDS = dict(leaves(ROOT))
 
 
 def examples(command) -> list[str]:
-    """Return the commands under `Example:` or `Examples:`; a backslash continues a line."""
+    """Return the example commands in the help text, with continued lines joined."""
     _, _, below = re.sub(r"\\\n\s*", "", command.help or "").partition("Example")
     return [each.strip() for each in below.splitlines()[1:] if each.strip().startswith("chatmill ")]
 
@@ -41,7 +40,6 @@ def test_every_example_in_a_help_parses_and_one_uses_the_command_itself(path):
         while hasattr(command, "commands"):
             command, at = command.commands[words[at]], at + 1
         try:
-            # Parse the arguments without running the command.
             command.make_context(" ".join(words[:at]), words[at:])
         except click.exceptions.ClickException as error:
             pytest.fail(f"{' '.join(words)}: {error.format_message()}")

@@ -1,4 +1,4 @@
-"""`chatmill order` and `chatmill audit`, on prepared datasets."""
+"""`chatmill order` and `chatmill audit`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def dataset(run):
 
 @pytest.fixture
 def log(dataset):
-    """Run 12 steps with a checkpoint at step 8; return the path of the audit log."""
+    """Run 12 steps with a checkpoint at step 8."""
     audit = Audit("logs/audit", every=4)
     loader = EpisodeLoader(dataset, CONFIG, listener=audit)
     for step in range(1, 13):
@@ -154,7 +154,7 @@ def test_replay_shows_rows_with_text_ids_and_mask(run, log, dataset):
 
 @pytest.mark.parametrize(("block_size", "most"), [(200, 6), (100, 4)])
 def test_replay_names_the_line_of_each_conversation_of_a_packed_row(run, block_size, most):
-    """If a row is longer than the block, its first conversations are cut off; the others keep their line numbers."""
+    """If a row is longer than the block, its first conversations are cut off."""
     said = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": 9 * c}]} for c in LETTERS]
     Path("chat.jsonl").write_text("".join(json.dumps(each) + "\n" for each in said))
     assert run("prepare", "chat.jsonl", "-o", "packed", "--pack", "200", "--workers", "1")[0] == 0

@@ -1,4 +1,4 @@
-"""`chatmill prepare` and the documented scripts: their flags, their output and the datasets they write."""
+"""`chatmill prepare` and the documented scripts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def run(monkeypatch, capsys, command: str) -> str:
-    """Run a command that must succeed and print only progress to stderr; return its stdout."""
+    """Run a command that must succeed and print only progress to stderr."""
     monkeypatch.setattr(sys, "argv", ["chatmill", *shlex.split(command)])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -184,7 +184,6 @@ def test_progress_is_shown_in_a_terminal(place):
     assert b"render" in shown and b"tokens" in shown and b"400 rows" in shown
 
 
-# The documented scripts.
 
 
 def test_the_chat_script_runs_as_documented(place, monkeypatch, capsys):

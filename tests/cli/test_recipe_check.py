@@ -1,4 +1,4 @@
-"""`chatmill recipe check`: a preview of a recipe's sources from their first records."""
+"""`chatmill recipe check`."""
 
 from __future__ import annotations
 

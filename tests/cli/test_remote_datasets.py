@@ -15,7 +15,7 @@ CHAT = '{"messages": [{"role": "user", "content": "hi %d"}, {"role": "assistant"
 
 @pytest.fixture
 def bucket(run, s3, tmp_path, monkeypatch):
-    """Return a bucket with a dataset `v1`, and a local folder `v1` with the same dataset."""
+    """Return a bucket with a dataset `v1`, which is also in the local folder `v1`."""
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
@@ -60,7 +60,7 @@ def test_commands_print_the_same_for_a_dataset_at_a_url(run, bucket):
             results.append((code, *texts))
         local, remote = results
         if line.startswith("reweigh"):
-            # Compare only the first line: a later one counts hard-linked files, and object stores have no links.
+            # The second line counts hard links, which object stores do not have.
             local, remote = ((code, out.splitlines()[0]) for code, out, _ in results)
         assert local == remote, line
         assert local[0] == 0, line

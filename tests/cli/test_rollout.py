@@ -1,4 +1,4 @@
-"""`chatmill rollout build` turns two files into a dataset and reports each error in one line."""
+"""`chatmill rollout build`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokenizer():
 
 @pytest.fixture
 def files(tokenizer, tmp_path):
-    """Return ground truth for two records, and three rollouts: one complete, one truncated and one invalid."""
+    """Write ground truth for two records, and three rollouts: complete, truncated and invalid."""
     truth = [
         {"id": 1, "messages": [{"role": "user", "content": "what is here?"}], "objects": [CAT, DOG]},
         {"id": "two", "messages": [{"role": "user", "content": "and here?"}], "objects": []},

@@ -1,4 +1,4 @@
-"""`chatmill rollout train` logs its runs, and resume and replay give the same weights."""
+"""`chatmill rollout train`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ TOKENIZER = open_tokenizer("bytes", control=FORMAT.tokens, besides=COORDINATES, 
 
 @pytest.fixture
 def files(tmp_path):
-    """Return ground truth for five records, and an untrained model."""
     lines = [
         {
             "id": number,
@@ -79,7 +78,6 @@ def test_a_run_writes_its_rollouts_its_metrics_and_its_model(files):
     assert (result.step, result.total, result.health.rollouts) == (6, 6, 18)
     logged = lines_of(files / "run" / "rollouts.jsonl")
     assert [(line["step"], line["row"]) for line in logged] == [(step, row) for step in (0, 2, 4) for row in range(6)]
-    # Each record is used once before any record is repeated.
     ids = [line["id"] for line in logged]
     assert [sorted(ids[at : at + 5]) for at in (0, 5, 10)] == [["0", "1", "2", "3", "4"]] * 3
     assert all(len(line["response_token_ids"]) <= 12 for line in logged)
@@ -126,7 +124,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(files):
     train_rollouts(config_of(files), files / "whole", quiet=True)
     again = files / "again"
     train_rollouts(config_of(files, keep_checkpoints=9), again, quiet=True)
-    # Resume from step 2; the logs still contain the later steps.
+    # The logs still contain the later steps.
     train_rollouts(config_of(files, keep_checkpoints=9), again, resume=str(again / "step_00000002"), quiet=True)
     assert weights(again) == weights(files / "whole")
     assert (again / "rollouts.jsonl").read_bytes() == (files / "whole" / "rollouts.jsonl").read_bytes()
@@ -135,7 +133,6 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(files):
 
 
 def test_a_run_that_gets_a_signal_finishes_its_round_and_saves(files):
-    """The resumed run ends with the same weights as an uninterrupted run."""
     train_rollouts(config_of(files, save_interval=6), files / "whole", quiet=True)
 
     settings, stopped = config_of(files, save_interval=6), files / "stopped"
@@ -158,7 +155,7 @@ def test_a_run_that_gets_a_signal_finishes_its_round_and_saves(files):
 def test_a_run_is_replayed_from_its_log(files):
     train_rollouts(config_of(files), files / "run", quiet=True)
     log = str(files / "run" / "rollouts.jsonl")
-    # Another temperature would sample other answers, but replay uses the logged answers.
+    # Replay uses the logged answers, so the temperature has no effect.
     train_rollouts(config_of(files, replay=log, temperature=0.2), files / "replayed", quiet=True)
     assert weights(files / "replayed") == weights(files / "run")
     assert (files / "replayed" / "rollouts.jsonl").read_bytes() == (files / "run" / "rollouts.jsonl").read_bytes()
@@ -179,7 +176,7 @@ def test_answers_depend_on_seed_step_and_row_and_not_on_how_they_are_batched(fil
 def test_every_step_and_row_samples_independently(files):
     one = {"id": 1, "messages": [{"role": "user", "content": "again"}], "objects": []}
     (files / "truth.jsonl").write_text(json.dumps(one) + "\n")
-    # The model does not change at learning rate 0 and all prompts are equal, so answers differ only by sampling.
+    # The learning rate is 0 and all prompts are equal, so answers differ only by sampling.
     train_rollouts(config_of(files, learning_rate=0, weight_decay=0), files / "run", quiet=True)
     answers = [tuple(line["response_token_ids"]) for line in lines_of(files / "run" / "rollouts.jsonl")]
     assert len(set(answers)) == len(answers) == 18
@@ -355,11 +352,11 @@ def test_a_share_of_rows_may_be_true_answers_spread_evenly(files):
     for share in (1.0, 0, 0.25, 0.5):
         result = train_rollouts(config_of(files, rollout_share=share), files / f"share{share}", quiet=True)
         logged = lines_of(files / f"share{share}" / "rollouts.jsonl")
-        # The run trains 18 rows, in rounds of 6.
+        # The run has 18 rows, in rounds of 6.
         assert len(logged) == result.health.rollouts == int(18 * share)
         assert [line["row"] for line in logged if line["step"] == 0] == list(range(int(6 * share)))
         steps = lines_of(files / f"share{share}" / "metrics.jsonl")
         trained[share] = sum(line["trained"] for line in steps if "trained" in line)
     # This model's answers are not JSON, so each target appends all objects to the answer. In rows without a rollout,
-    # the opening brace is also trained, which adds one token per row.
+    # the loss mask also includes the opening brace.
     assert trained == {share: trained[1.0] + 18 - int(18 * share) for share in trained}

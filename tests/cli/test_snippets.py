@@ -1,4 +1,4 @@
-"""Each snippet reads sample records that have the shape of its dataset."""
+"""Each snippet reads sample records of its dataset."""
 
 from __future__ import annotations
 

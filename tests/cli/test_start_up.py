@@ -1,4 +1,4 @@
-"""Imports at startup: `chatmill --help` imports no libraries, and other commands only those they use."""
+"""Libraries that commands import at startup."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ print(*{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
 
 
 def imported(*words: str) -> set[str]:
-    """Return the packages that a command has imported by the time it exits."""
+    """Return the packages that a command has imported when it exits."""
     command = [sys.executable, "-c", IMPORTED, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return set(done.stderr.splitlines()[-1].split())

@@ -1,4 +1,4 @@
-"""Commands write the same dataset to every kind of object store, and report wrong credentials in one line."""
+"""Commands on every kind of object store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output of commands to a terminal, a pipe, a full disk or a closed stream; control characters are escaped."""
+"""Output of commands to a terminal, a pipe, a full disk or a closed stream."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_errors_about_arguments_contain_no_control_characters(run, arguments):
 
 
 def test_help_of_each_command_to_a_closed_pipe_exits_with_0(monkeypatch):
-    # The commands run in this process, where SystemExit(0) is the only exception that may be raised.
+    # Only SystemExit(0) may be raised here, because the commands run in this process.
     from chatmill.cli.main import main
 
     with closed_pipe() as pipe:

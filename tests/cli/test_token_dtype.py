@@ -1,6 +1,4 @@
-"""`--token-dtype`: every command that opens another program's dataset accepts it, and the error names it if it is
-missing.
-"""
+"""The option `--token-dtype`."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ COMMANDS = [
 
 @pytest.fixture
 def store(run):
-    """Return a dataset of uint32 tokens without a mask; two tokens are not part of any episode."""
+    """Write a dataset of uint32 tokens without a mask; two tokens are outside all episodes."""
     Path("d/train").mkdir(parents=True)
     np.array(IDS, np.uint32).tofile("d/train/tokens.bin")
     np.array([[2, 2], [0, 2]], np.uint64).tofile("d/train/episodes.idx")
@@ -79,7 +77,7 @@ def test_an_audit_log_stores_the_type_and_is_verified_with_it(store):
 
 
 def test_all_commands_that_open_a_dataset_accept_token_dtype():
-    """Commands that accept only chatmill's own datasets, or read the type from a log, do not have the option."""
+    """Other commands accept only chatmill's own datasets, or read the type from a log."""
     without = set()
     for name, command in get_command(app_of()).commands.items():  # type: ignore[attr-defined]
         for of, each in getattr(command, "commands", {"": command}).items():

@@ -38,7 +38,6 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def run(made, run, monkeypatch):
-    """Return the `run` fixture in the folder of the trained model."""
     monkeypatch.chdir(made)
     return run
 
@@ -260,12 +259,11 @@ def test_eval_refuses_data_of_another_tokenizer(run):
     one_line(run("eval", "checkpoints/small", "data/bytes"), 1, "data/bytes: was prepared with tokenizer")
 
 
-# Sample answers from a run.
 
 
 @pytest.fixture
 def sampled(run):
-    """Return a function that trains one step at learning rate 0 and returns the lines printed from `since` onwards."""
+    """Return a function that trains one step at learning rate 0 and returns the output from `since` on."""
     if not Path("data/held").exists():
         flags = ["--format", "primer", "--tokenizer", "data/tokenizer.json", "--val-split", "0.6"]
         chatmill("prepare", "words.jsonl", "sums.jsonl", "-o", "data/held", *flags)
@@ -305,7 +303,7 @@ def test_without_samples_an_evaluation_reports_only_losses(sampled):
 
 
 def test_a_sample_answer_without_an_end_is_shown_with_the_expected_answer(sampled):
-    # An untrained model, which repeats one token.
+    # The untrained model repeats one token.
     told = sampled(
         "--init_from_model", "null", "--n_layer", "1", "--n_embd", "16", "--n_head", "2", "--eval_samples", "1"
     )

@@ -1,4 +1,4 @@
-"""A URL for an option that needs a local path gives a one-line error, and nothing is written."""
+"""A URL instead of a local path gives a one-line error, and nothing is written."""
 
 from __future__ import annotations
 
@@ -97,7 +97,6 @@ import trl URL.yaml -o out
 
 @pytest.fixture
 def folder(run, tmp_path):
-    """Return a folder with a small file of each kind."""
     Path("chat.jsonl").write_text(CHAT * 2)
     Path("truth.jsonl").write_text(TRUTH)
     Path("rollouts.jsonl").write_text("")

@@ -1,4 +1,4 @@
-"""`chatmill verify` prints OK and counts, or prints one line per fault and exits with 1."""
+"""`chatmill verify`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the commands in sequence: prepare, train a 24-layer model with early stopping, eval and chat."""
+"""Run prepare, train, eval and chat in sequence, with a 24-layer model and early stopping."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def talks(count: int, answer: str) -> str:
 def test_a_run_that_overfits_stops_and_its_best_checkpoint_is_used(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("keys.json").write_text(json.dumps(KEYS))
-    # The answers in val differ from those in train, so that the model soon overfits.
+    # The answers in val differ from those in train, so the model soon overfits.
     Path("train.jsonl").write_text(talks(16, "yes yes"))
     Path("val.jsonl").write_text(talks(2, "no, never"))
     data = ["--shape", "messages", "--val-file", "val.jsonl", "--workers", "1"]
@@ -64,7 +64,7 @@ def test_a_run_that_overfits_stops_and_its_best_checkpoint_is_used(run, tmp_path
     kept = sorted(path.name for path in Path("checkpoints/deep").glob("step_*"))
     assert kept == [f"step_{step:08d}" for step in (best, steps[-1])]
 
-    # The best checkpoint can be evaluated like any model, and differs from the last checkpoint.
+    # The best checkpoint differs from the last one.
     scores = {}
     for name in ("checkpoints/deep/best", "checkpoints/deep"):
         code, out, _ = run("eval", name, "data", "--json", "--max-tokens", "4")
@@ -74,7 +74,7 @@ def test_a_run_that_overfits_stops_and_its_best_checkpoint_is_used(run, tmp_path
     assert abs(scores["checkpoints/deep"] - losses[steps[-1]]) < 1e-4
     assert run("chat", "checkpoints/deep/best", "--prompt", "1?", "--max-tokens", "4")[0] == 0
 
-    # Resuming a run that stopped early does nothing, unless the patience is increased.
+    # A run that stopped early resumes only with more patience.
     code, out, err = run(*train, "--resume", "auto")
     assert (code, json.loads(out)["step"]) == (0, steps[-1])
     assert "the run is already finished: it stopped early" in err

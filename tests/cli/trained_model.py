@@ -1,4 +1,4 @@
-"""A small model that `chatmill train` has overfitted to a few conversations."""
+"""A small model, overfitted to a few conversations by `chatmill train`."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def chatmill(*args: str) -> None:
 
 
 def train_small(folder: Path) -> None:
-    """Write words.jsonl, sums.jsonl, tokenizer.json, data/v1 and checkpoints/small to `folder`, which is the current
-    folder.
-    """
+    """Write words.jsonl, sums.jsonl, tokenizer.json, data/v1 and checkpoints/small to the current folder."""
     for name, talks in TALKS.items():
         lines = [
             {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}

@@ -1,4 +1,4 @@
-"""Fault-injection trials for chatmill, their runner, and planted faults that test the trials themselves; see run.py."""
+"""Fault-injection trials, their runner, and planted faults that test the trials; see run.py."""
 
 import sys
 from pathlib import Path

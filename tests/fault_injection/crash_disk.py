@@ -1,8 +1,7 @@
-"""A simulated disk that records every operation and can recreate the possible states after a power loss at any of them.
+"""A simulated disk that records every operation and recreates the states that a power loss can leave.
 
-The model assumes that written bytes are durable only after the file is synced; before that, any suffix of the unsynced
-bytes may be lost. A directory entry (created, renamed or removed) is durable only after its directory is synced; before
-that, any suffix of the unsynced changes may be lost.
+Written bytes are durable only after the file is synced. A created, renamed or removed directory entry is durable only
+after its directory is synced. Until then, any suffix of the unsynced changes may be lost.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Folder:
 
 
 class Recorder(Disk):
-    """Performs each operation on the real disk and also records it as a step for `Model`."""
+    """Performs each operation on the real disk, and records it as a step for `Model`."""
 
     def __init__(self, root: Path, *, can_exchange: bool = True) -> None:
         self._root = root
@@ -100,7 +99,7 @@ class Recorder(Disk):
 
 
 class Model:
-    """Models the files below a folder: their current contents and the part that would survive a power loss."""
+    """The files below a folder: their current contents, and what would survive a power loss."""
 
     def __init__(self, folder: Path) -> None:
         self.root = self._load(folder)
@@ -141,9 +140,7 @@ class Model:
 
 
 def outcomes(seed: int) -> dict[str, Callable[[int], int]]:
-    """Return the loss patterns: all unsynced changes are lost, all are kept (as when only the process dies), or a
-    random number of them is kept.
-    """
+    """Return three loss patterns: no unsynced change survives, all survive, or a random number of them."""
     rng = random.Random(seed)
     return {
         "nothing": lambda count: 0,

@@ -1,4 +1,4 @@
-"""Fake disks that kill the process at one operation, write partial data, run out of space, or are read-only."""
+"""Fake disks that kill or pause the process, write slowly, run out of space, or are read-only."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ OPERATIONS = (
 
 
 class KilledAt(Disk):
-    """Kills the process instead of performing operation number `at`; if it is a write, half of the data is written
-    first. With `at=0`, the disk only counts operations.
-    """
+    """Kills the process at operation `at`, or only counts operations if `at` is 0. A write stops halfway."""
 
     def __init__(self, at: int = 0) -> None:
         self.at, self.count = at, 0
@@ -71,9 +69,7 @@ for _name in OPERATIONS:
 
 
 class HeldAt(KilledAt):
-    """Pauses before operation number `at`: writes a byte to the pipe `tell`, and continues after reading one from
-    `wait`.
-    """
+    """Pauses before operation `at`: writes a byte to the pipe `tell`, then waits for a byte from `wait`."""
 
     def __init__(self, at: int, tell: int, wait: int) -> None:
         super().__init__(at)
@@ -130,8 +126,6 @@ def in_place(disk: Disk) -> Iterator[Disk]:
 
 
 class Room:
-    """A small file system mounted at `path`."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

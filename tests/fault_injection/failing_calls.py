@@ -62,7 +62,7 @@ KINDS = tuple(ONCE)
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure of call number `at` of one kind and, with `forever`, of all later calls of that kind."""
+    """A failure of the `at`-th call of one kind. With `forever`, all later calls of that kind fail too."""
 
     kind: str
     at: int
@@ -75,9 +75,7 @@ class Failure:
 
 
 def ways(counts: dict[str, int], *, each: bool) -> list[Failure]:
-    """Return failures for every counted call: with `each`, all failure modes of its kind, and otherwise one of them in
-    rotation.
-    """
+    """Return failures for every counted call: all failure modes with `each`, otherwise one of them in rotation."""
     failures = []
     for kind, count in counts.items():
         hows = [(error, False) for error in ONCE[kind]] + [(error, True) for error in FOREVER.get(kind, ())]
@@ -89,9 +87,7 @@ def ways(counts: dict[str, int], *, each: bool) -> list[Failure]:
 
 @contextmanager
 def armed(root: Path, failure: Failure | None = None) -> Iterator[None]:
-    """Count calls on paths below `root`, in this process and in forked processes; with `failure`, make the chosen calls
-    fail.
-    """
+    """Count calls on paths below `root`, in this process and in forked processes. Make those of `failure` fail."""
     kind, at, error = (KINDS.index(failure.kind), failure.at, failure.error) if failure else (-1, 0, 0)
     if _shim().faults_arm(os.fsencode(root), kind, at, error, int(bool(failure and failure.forever))):
         raise MemoryError("the shim could not allocate shared memory")
@@ -121,7 +117,7 @@ def _shim() -> Any:
 
 
 def why_not() -> str:
-    """Return the reason why calls cannot be made to fail on this machine, or an empty string."""
+    """Return why calls cannot be made to fail on this machine, or an empty string."""
     if hasattr(ctypes.CDLL(None), "faults_arm"):
         return ""
     if sys.platform != "linux":
@@ -132,7 +128,7 @@ def why_not() -> str:
 def start_again_with_shim() -> None:
     """Restart this process with the shim preloaded; continue without it if that is not possible."""
     if (file := os.environ.pop(LOADED, None)) is not None:
-        # The shim is already loaded. Programs started from this process do not need the shim.
+        # Programs started from this process do not need the shim.
         os.environ.pop("LD_PRELOAD")
         shutil.rmtree(Path(file).parent, ignore_errors=True)
         return

@@ -1,6 +1,6 @@
 """Bugs planted in chatmill on purpose, each with the trial that must detect it.
 
-Each bug is planted by patching the library in a separate process; the trial must then report a result that is lost or
+Each bug is planted by patching the library in a separate process. The trial must then report a result as lost or
 silently wrong.
 """
 
@@ -114,7 +114,7 @@ def renamed_early() -> None:
 
 
 def metadata_first() -> None:
-    """Write the metadata before other files, although it must be written last."""
+    """Write the metadata first, although it must be written last."""
     create = metadata.create
     held: list[tuple[Path, bytes]] = []
 
@@ -156,7 +156,6 @@ def old_dataset_removed_first() -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder and all its files, including those that chatmill did not write."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             remove_tree(path)
@@ -166,9 +165,7 @@ def remove_tree(folder: Path) -> None:
 
 
 def everything_is_replaced() -> None:
-    """Remove a replaced folder with all its files, even unlisted ones, if it contains a file with the metadata's
-    name.
-    """
+    """Remove all files of a replaced folder, even unlisted ones, if the folder contains a metadata file."""
 
     def marker_alone(folder: Path, target: Path, kind: Any) -> None:
         assert (folder / kind.marker).is_file()
@@ -201,7 +198,6 @@ def units_of_lost_workers_not_run_again() -> None:
 
 
 def files_not_named() -> None:
-    """Report operating system errors without the name of the file."""
     import chatmill.errors
 
     chatmill.errors.name_file = lambda error: error
@@ -335,7 +331,6 @@ def faults_forgotten() -> None:
 
 
 def input_known_by_size() -> None:
-    """Treat an input file as unchanged as long as it exists."""
     input_files.has_bytes = unit.has_bytes = lambda path, read: path.exists()
 
 
@@ -361,7 +356,6 @@ import_module(sys.argv[1])""",
 
 
 def environment_kept() -> None:
-    """Pass the user's environment to the template process."""
     import os
     import subprocess
 
@@ -399,7 +393,7 @@ def checkpoint_hash_not_checked() -> None:
 
 
 def chain_not_checked() -> None:
-    """Accept any value as the hash of the previous line in an audit log."""
+    """Accept any value as the hash of the previous line."""
     from chatmill.audit import verify as audit_check
     from chatmill.audit.log import START, LogLine, TornLine
 
@@ -432,7 +426,6 @@ def state_saved_before_the_log() -> None:
 
 
 def losses_of_ranks_not_reported() -> None:
-    """Let a rank that lost its peer end with the exception of the distributed library."""
     ranks.FIRST.append(_no_report)
 
 
@@ -449,7 +442,7 @@ def _no_report() -> None:
 
 
 def remote_metadata_first() -> None:
-    """Upload other objects after the metadata, although the metadata must be last."""
+    """Upload the metadata first, although it must be uploaded last."""
     from chatmill.store import remote_publish
 
     def swapped(folder: Path, target: Any, uploads: Any) -> None:
@@ -486,7 +479,6 @@ def condition_dropped() -> None:
 
 
 def clean_without_metadata() -> None:
-    """Let `chatmill clean` delete objects that are in use."""
     from chatmill.store import clean
 
     clean._named = lambda url, there, others: set()
@@ -494,14 +486,12 @@ def clean_without_metadata() -> None:
 
 
 def cache_not_locked() -> None:
-    """Let several processes download the same object at once."""
     from chatmill.remote import cache
 
     cache._locked = lambda folder, name: nullcontext()
 
 
 def fetched_hashes_believed() -> None:
-    """Use downloaded objects without comparing their hashes."""
     from chatmill.remote import cache
 
     write = cache._write
@@ -514,7 +504,6 @@ def fetched_hashes_believed() -> None:
 
 
 def objects_not_hashed() -> None:
-    """Let `verify` download objects without comparing their hashes."""
     from chatmill.store import remote_verify
 
     download = remote_verify.Downloads._download

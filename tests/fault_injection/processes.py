@@ -1,8 +1,8 @@
 """Run work in a forked child process and report its return value, its one-line chatmill error, or its failure.
 
-Children are forked so that a trial's patches to the library (a planted fault or a fake disk) also apply in them.
-Forking is safe only in a process with one thread: `begin` checks this, `run.py` limits the number of threads, and no
-forking process computes with torch.
+Forking applies a trial's patches to the library, such as a planted fault or a fake disk, to the child as well. It is
+safe only in a process with one thread. `begin` checks this, `run.py` limits the number of threads, and no forking
+process computes with torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Child:
         self._cpu, self._at = 0.0, time.monotonic()
 
     def why_stuck(self, cpu_seconds: float) -> str:
-        """Return why the child is considered stuck, or an empty string while it makes progress."""
+        """Return why the child is considered stuck, or an empty string."""
         used, now = cpu_time(self.pid), time.monotonic()
         if used > cpu_seconds:
             return f"the child used more than {cpu_seconds:.0f} seconds of CPU time"
@@ -62,8 +62,7 @@ class Child:
         return f"the child used no CPU time for {IDLE_SECONDS:.0f} seconds" if now - self._at > IDLE_SECONDS else ""
 
     def end(self, cpu_seconds: float = CPU_SECONDS) -> Ended:
-        """Wait for the child and return its result; a stuck child prints its stacks, is killed, and counts as
-        broken.
+        """Wait for the child and return its result. A stuck child prints its stacks, is killed, and counts as broken.
         """
         raw, stuck = b"", ""
         while True:
@@ -91,7 +90,7 @@ class Child:
 
 
 def cpu_time(pid: int) -> float:
-    """Return the CPU seconds used by a process and all its descendants."""
+    """Return the CPU seconds used by a process and its descendants."""
     try:
         # Fields 11 to 14 after the process name are utime, stime, cutime and cstime.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -104,7 +103,6 @@ def cpu_time(pid: int) -> float:
 
 
 def begin(work: Callable[[], Any]) -> Child:
-    """Start `work` in a forked process that exits when the work is done."""
     _check_one_thread()
     result, send = os.pipe()
     sys.stdout.flush()
@@ -135,12 +133,10 @@ def _check_one_thread() -> None:
 
 
 def apart(work: Callable[[], Any], *, cpu_seconds: float = CPU_SECONDS) -> Ended:
-    """Run `work` in a forked process and wait for its result."""
     return begin(work).end(cpu_seconds)
 
 
 def outcome(work: Callable[[], Any]) -> Ended:
-    """Run `work` in this process."""
     return Ended(**_outcome(work))
 
 
@@ -160,7 +156,7 @@ def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
 
 
 def limited(work: Callable[[], Any], room: int) -> Callable[[], Any]:
-    """Return `work` with a limit of `room` bytes on the memory that it allocates, not counting memory-mapped files."""
+    """Return `work` with a limit on the memory that it allocates, not counting memory-mapped files."""
 
     def within() -> Any:
         status = Path("/proc/self/status").read_text()
@@ -172,9 +168,7 @@ def limited(work: Callable[[], Any], room: int) -> Callable[[], Any]:
 
 
 def load_torch() -> None:
-    """Import torch before forking, so that children that train do not have to import it; do not compute with it
-    here.
-    """
+    """Import torch before forking, so that children need not import it. Nothing may be computed with it here."""
     import torch
     import torch._dynamo
 

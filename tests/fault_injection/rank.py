@@ -1,7 +1,7 @@
 """One rank of a training run, started by torchrun: `rank.py DATA FOLDER NAME KILL_AT VICTIM LATER`.
 
-Rank VICTIM kills itself LATER seconds after step KILL_AT, but only the first time, not after a restart. If KILL_AT is
-0, no rank is killed.
+Rank VICTIM kills itself LATER seconds after step KILL_AT, but not again after a restart. If KILL_AT is 0, no rank is
+killed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ def run(data: str, folder: str, name: str, kill_at: int = 0, victim: int = 0, la
 
 
 def run_as_command(data: str, folder: str, name: str, kill_at: int, victim: int, later: float) -> None:
-    """Train, and report errors as `chatmill train` does."""
-
     def command() -> None:
         with errors_of_first_rank():
             run(data, folder, name, kill_at, victim, later)

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     from fault_injection.failing_calls import start_again_with_shim
 
     start_again_with_shim()
-# Limit the threads before numpy and torch are imported, because only a process with one thread can fork safely.
+# Only a process with one thread can fork safely, so limit the threads before numpy and torch are imported.
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
 
 from fault_injection import TESTS
@@ -63,13 +63,11 @@ def run_at_once(works: Sequence[Work]) -> Iterator[tuple[int, Ended, float]]:
 
 
 def tallies(trials: Sequence[Trial], *, short: bool, seed: int, say: Callable[[str], None]) -> list[Tally]:
-    """Run the trials in parallel and return their tallies in the given order."""
     works: list[Work] = [
         (trial.cores, lambda trial=trial: trial.run(trial.short if short else trial.full, seed).to_json())
         for trial in trials
     ]
     if len(trials) > 1:
-        # Import torch once, for all trials that train.
         load_torch()
     results: dict[int, Tally] = {}
     for number, ended, seconds in run_at_once(works):
@@ -117,7 +115,6 @@ def plain_table(results: Sequence[Tally]) -> str:
 
 
 def page_part(trials: Sequence[Trial], results: Sequence[Tally], *, seed: int, seconds: float) -> str:
-    """Return the results table and the description of every trial as Markdown."""
     lines = [
         f"`make gauntlet` (seed {seed}, {platform.machine()}, {os.cpu_count()} cores, {seconds / 60:.0f} minutes):",
         "",
@@ -187,8 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     out = sys.stdout
     if args.json:
-        # Send all other output, including that of child processes, to standard error, so that standard output is only
-        # JSON.
+        # Standard output must contain only JSON, so all other output goes to standard error.
         out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 

@@ -1,4 +1,4 @@
-"""Tests of the fault-injection trials; `make trials` runs these at short sizes, `make gauntlet` at full size."""
+"""The fault-injection trials at short sizes; `make gauntlet` runs them at full size."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ RUN = Path(__file__).with_name("run.py")
 
 
 def run_json(*flags: str) -> Any:
-    """Return the runner's JSON output; the runner is a separate process because it forks and must have only one
-    thread.
-    """
+    """Run the runner as a separate process, because it forks and must have only one thread."""
     done = subprocess.run([sys.executable, RUN, *flags, "--json"], capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr
     return json.loads(done.stdout)

@@ -30,8 +30,6 @@ QUIET = 15.0
 
 @dataclass
 class Tally:
-    """The counted results of one trial."""
-
     name: str = ""
     expected: int = 0
     """Expected number of attempts, shown in progress lines; 0 if it is unknown."""
@@ -115,9 +113,7 @@ class Trial:
     """Whether to use a folder in memory, for trials that do not need a real disk."""
 
     def run(self, size: int, seed: int) -> Tally:
-        """Run the trial in this process and return its tally. Raise AssertionError if the trial made no attempt and was
-        not skipped.
-        """
+        """Run the trial in this process. Raise AssertionError if it made no attempt and was not skipped."""
         tally, began = Tally(self.name), time.perf_counter()
         place = MEMORY if self.in_memory and os.access(MEMORY, os.W_OK) else None
         folder = Path(tempfile.mkdtemp(prefix="chatmill-trial-", dir=place))

@@ -1,7 +1,7 @@
-"""Kill a loop that reads batches, logs them and saves its state, with SIGKILL at random moments.
+"""Kill a loop that reads batches, logs them and saves its state, at random moments.
 
 Log lines are written a few bytes at a time, so that many kills tear a line. After every kill, the log must verify
-against the dataset with the head in the saved state, and the log and the state must be at the same step.
+against the dataset and the saved state, and both must be at the same step.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def loop(folder: Path, steps: int | None, ready: Callable[[], None] = lambda: No
 
 
 def killed(folder: Path, seconds: float, *, drawing: bool) -> Ended:
-    """Run the loop in a separate process and kill it some time after its start or its first batch."""
+    """Run the loop in a separate process, and kill it some time after its start or its first batch."""
     ready_end, send_ready = os.pipe()
     child = begin(lambda: loop(folder, None, lambda: os.close(send_ready)))
     os.close(send_ready)
     if drawing:
-        # Nothing is written to this pipe: reading ends when the child closes it before its first batch, or ends.
+        # Nothing is written to this pipe. The child closes it before its first batch or when it ends.
         os.read(ready_end, 1)
     time.sleep(seconds)
     os.close(ready_end)
@@ -106,7 +106,6 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     for number in range(size):
         ended = killed(folder, rng.uniform(0.0, 0.4), drawing=number % 4 != 3)
         if number == size - 1 and ended.killed:
-            # After the last kill, the loop continues and ends normally.
             step = state["audit"]["cursor"]["step"] if (state := saved(folder)) else 0
             ended = begin(lambda step=step: loop(folder, step + 20)).end()
         if ended.refused or ended.broke:

@@ -1,9 +1,8 @@
-"""Kill processes that share a cache of remote objects, with SIGKILL at random moments; the cache is too small for all
-objects.
+"""Kill processes that share a small cache of remote objects, at random moments.
 
-Several readers fetch the objects in different orders and compare every byte; some are killed while they download, wait
-or evict objects. The other readers must continue, every read must return the right bytes, and a final reader must be
-able to fetch every object.
+Several readers fetch the objects in different orders and compare every byte. Some are killed while they download, wait
+or evict objects. The others must continue and read the right bytes, and a final reader must be able to fetch every
+object.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ BOUND = 150_000
 
 
 def contents(seed: int) -> dict[str, bytes]:
-    """Return the objects by hash."""
     rng = random.Random(seed)
     data = [rng.randbytes(size) for size in SIZES * 2]
     return {hashlib.sha256(each).hexdigest(): each for each in data}
@@ -35,7 +33,7 @@ def contents(seed: int) -> dict[str, bytes]:
 def read_all(stored: dict[str, bytes], seed: float, rounds: int) -> str:
     """Fetch every object `rounds` times; return a description of the first wrong object, or an empty string."""
     rng = random.Random(seed)
-    # Make downloads slow, in small pieces, so that most kills hit a download.
+    # Slow downloads in small pieces, so that most kills hit a download.
     download.RANGE_BYTES = 4_000
     read = download.read
 

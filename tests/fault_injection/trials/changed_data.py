@@ -1,7 +1,6 @@
 """Change files of a dataset before or during a training run: `train --verify` must stop and name the file.
 
-Without `--verify`, a token id outside the model's vocabulary must still stop the run with a one-line error before the
-step that reads it.
+Without `--verify`, a token id outside the model's vocabulary must still stop the run before the step that reads it.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ def _vocab_size(data: Path) -> int:
 
 
 def train(place: Path, path: Path, at: int, *, verify: bool) -> int:
-    """Train on a dataset and change a file after a step; return the number of completed steps."""
     from train_fixtures import config
 
     from chatmill.train import train_model

@@ -26,7 +26,6 @@ Change = Callable[[Path, random.Random], None]
 
 
 def packed(name: str, data: bytes) -> bytes:
-    """Return the JSON Lines of the input file with this name."""
     if name.endswith(".gz"):
         return gzip.compress(data, 1, mtime=0)
     if name.endswith(".json"):
@@ -46,7 +45,6 @@ def same_times(path: Path) -> Iterator[None]:
 
 
 def rewritten(path: Path, rng: random.Random) -> None:
-    """Replace words with other words of the same length."""
     data = path.read_bytes()
     if path.name.endswith(".gz"):
         data = gzip.compress(gzip.decompress(data).replace(b"mill", b"bill"), 1, mtime=0)
@@ -64,7 +62,7 @@ def replaced(path: Path, rng: random.Random) -> None:
 
 
 def reordered(path: Path, rng: random.Random) -> None:
-    """Reorder the lines: the file keeps its size, but lines start at other offsets."""
+    """The file keeps its size, but lines start at other offsets."""
     data = path.read_bytes()
     shuffled = data.splitlines(keepends=True)
     rng.shuffle(shuffled)
@@ -87,7 +85,6 @@ def removed(path: Path, rng: random.Random) -> None:
 
 
 def one_more(path: Path, rng: random.Random) -> None:
-    """Add another file that matches the glob."""
     path.with_name(f"z{path.name}").write_bytes(path.read_bytes())
 
 
@@ -182,7 +179,6 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
             harmed = change in HARMLESS and not ended.broke
             tally.judge(found=bool(ended.refused) and not harmed, lost=f"{what}: {ended.broke or ended.refused}")
             continue
-        # The result must equal a build of the current input.
         job = Job((InputSource((str(place / "in" / "*"),)),), on_error="skip")
         build(job, place / "right")
         if digests(place / "x") == digests(place / "right"):

@@ -13,7 +13,7 @@ from fault_injection.trials.crashes import crashes
 
 
 class Late(Recorder):
-    """A recorder that also records files that other libraries write, at the moment when they are synced."""
+    """A recorder that also records files of other libraries, when they are synced."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -53,7 +53,6 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         return model, make_optimizer(model, OptimizerConfig(learning_rate=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0))
 
     def write(step: int) -> None:
-        """Write a checkpoint whose weights all equal its step."""
         model, optimizer = made()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -82,7 +81,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     read: dict[Any, Any] = {}
     with in_place(Unsynced()):
         for number, kind in crashes(at, model, recorder):
-            # Check only the newest checkpoint: an older one may be incomplete, if its removal was interrupted.
+            # An older checkpoint may be incomplete if its removal was interrupted.
             kept = sorted(path for path in list_checkpoints(at / "run")[-1].rglob("*.*") if path.is_file())
             key = tuple((path.relative_to(at), path.read_bytes()) for path in kept)
             if key not in read:

@@ -24,7 +24,7 @@ UNIT_BYTES = 5_000
 
 
 def jump_by(offset: Callable[[], float]) -> None:
-    """Shift the clock of this process by `offset()`, which may return a different value on every call."""
+    """Shift the clock of this process by `offset()`, which may change with every call."""
     real, real_ns = time.time, time.time_ns
     time.time = lambda: real() + offset()
     time.time_ns = lambda: real_ns() + int(offset() * 1e9)
@@ -40,14 +40,13 @@ def jump_by(offset: Callable[[], float]) -> None:
 
 
 def some_clock(rng: random.Random) -> Callable[[], float]:
-    """Return a function that gives the clock's offset: far back, far ahead, or different on every call."""
+    """Return an offset function: far back, far ahead, or different on every call."""
     now, years = time.time(), rng.choice([-45, -1, 3, 200])
     jumping = random.Random(rng.random())
     return rng.choice([lambda: years * YEAR, lambda: -now + 86400, lambda: jumping.uniform(-40, 40) * YEAR])
 
 
 def scatter_times(folder: Path, rng: random.Random) -> None:
-    """Set every file's modification time to a random time within two centuries."""
     for path in folder.rglob("*"):
         os.utime(path, (at := rng.uniform(0, 200 * YEAR), at))
 
@@ -80,7 +79,7 @@ def builds(size: int, seed: int, folder: Path, tally: Tally) -> None:
         if number % 2:
             point = rng.randrange(20, 60)
             assert at_another_time(lambda go=go, point=point: go(kill=point), rng).killed
-            # Give the files of the killed build random times, as a wrong clock would.
+            # A wrong clock would give the files such times.
             scatter_times(target.parent / ".x.building.units", rng)
         ended = at_another_time(lambda go=go: go(resume=True), rng)
         if target.exists():

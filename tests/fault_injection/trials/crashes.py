@@ -1,4 +1,4 @@
-"""Simulate power losses: every step of building and publishing a dataset is replayed, and unsynced data is lost."""
+"""Simulate a power loss after every step of building and publishing a dataset."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ WAYS = {
 
 
 class Known(dict[tuple[tuple[str, bytes], ...], str]):
-    """Hashes of valid datasets and faults of invalid ones, by their bytes, so that equal datasets are checked only
-    once.
-    """
+    """Hashes of valid datasets, and faults of invalid ones, by content: equal datasets are checked only once."""
 
     def of(self, path: Path) -> str:
         key = tuple(contents(path).items())
@@ -37,9 +35,7 @@ class Known(dict[tuple[tuple[str, bytes], ...], str]):
 
 
 def crashes(at: Path, model: Model, recorder: Recorder) -> Iterator[tuple[int, str]]:
-    """Recreate every state that a crash after each step can leave, in the folder `at`; yield the step and the loss
-    pattern.
-    """
+    """Recreate every state that a crash after each step can leave in `at`; yield the step and the loss pattern."""
     for number in range(len(recorder.steps) + 1):
         if number:
             recorder.steps[number - 1](model)
@@ -70,7 +66,7 @@ def play(size: int, seed: int, folder: Path, tally: Tally, way: str, *, old: boo
         for number, kind in crashes(at, model, recorder):
             where = f"{way}, step {number} of {len(recorder.steps)}, unsynced changes kept: {kind}"
             staging = staging_for(at / "x")
-            # The metadata is written last: if it exists, all other files exist and are complete.
+            # The metadata is written last, so all other files must be complete once it exists.
             early = kind == "all" and (staging / METADATA).is_file() and (staging / METADATA).stat().st_size
             if early and not old and known.of(staging) != new:
                 tally.is_wrong(f"{where}: the metadata exists before all files are complete: {known.of(staging)}")
