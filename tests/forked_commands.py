@@ -1,8 +1,8 @@
 """A shell in which `chatmill` and `python FILE.py` are forked from the server of `child_processes`.
 
-A real shell runs the command line, with pipes, redirections and exit codes. Programs named `chatmill` and `python` come
-first in its PATH: they pass their arguments, folder, environment and streams to the server, and exit with the exit code
-of the forked process. A fork saves the seconds that importing torch and transformers takes.
+A real shell runs the command line. Programs named `chatmill` and `python` come first in its PATH. They pass their
+arguments, folder, environment and streams to the server, and exit with the exit code of the forked process. Forking
+saves the seconds that importing torch and transformers takes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def run_in_shell(command: str, *, folder: Path, environment: Mapping[str, str]) 
 
 
 def _serve(ours: socket.socket, children: dict[int, tuple[BaseProcess, int]]) -> None:
-    """Start the requested commands and report how they ended, until the shell and all its children have closed the
+    """Start the requested commands and report their exit codes, until the shell and its children have closed the
     socket.
     """
     asked = True
@@ -106,7 +106,7 @@ def _serve(ours: socket.socket, children: dict[int, tuple[BaseProcess, int]]) ->
 
 
 def run_program(program: str, words: list[str]) -> None:
-    """Run `chatmill` or a script as its command line would, in a separate process."""
+    """Run `chatmill` or a script as its command line would."""
     del os.environ[SOCKET]
     if program == "chatmill":
         from chatmill.cli.main import main

@@ -1,9 +1,9 @@
-"""Random and hostile input for the compiled parts, compared with plain Python. The script needs only Python.
+"""Random and hostile input for the compiled modules, compared with plain Python. The script needs only Python.
 
     python tests/fuzz_compiled.py FOLDER [ROUNDS] [SEED]
 
-FOLDER contains the compiled modules. `make sanitize` runs this script with modules that report every invalid access and
-undefined operation, and then abort.
+FOLDER contains the compiled modules. `make sanitize` runs this script with modules that abort on every invalid access
+and undefined operation.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def load(folder: Path, name: str) -> ModuleType:
 
 
 def refused(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Return the result of a call, or the exception if the call refuses its arguments."""
+    """Return the result of a call, or the exception if the call rejects its arguments."""
     try:
         return call(*args, **named)
     except (ValueError, TypeError, IndexError, BufferError, OverflowError, RuntimeError, UnicodeError) as error:
@@ -49,7 +49,6 @@ def refused(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
 
 
 def unaligned(data: bytes | bytearray) -> memoryview:
-    """Return the same bytes at an odd address."""
     return memoryview(bytearray(b"\0" + data))[1:]
 
 
@@ -58,7 +57,7 @@ def numbers(values: Sequence[int]) -> bytes:
 
 
 def any_buffer(rng: random.Random, data: bytes) -> Any:
-    """Return an object of a random type, made from these bytes where possible; functions may refuse it."""
+    """Return an object of a random type, made from these bytes where possible."""
     return rng.choice([
         lambda: data, lambda: bytearray(data), lambda: unaligned(data), lambda: memoryview(data),
         lambda: memoryview(data)[::2], lambda: data[:-1], lambda: data + b"\1", lambda: b"", lambda: None,
@@ -103,8 +102,7 @@ def try_pieces(copy: ModuleType, rng: random.Random) -> None:
     if result is None:
         assert target.tolist() == expected
     else:
-        # Valid pieces, including empty ones at the boundary of the buffers, are refused only if the target has another
-        # length.
+        # Valid pieces are rejected only if the target has another length.
         assert len(target) != len(expected), result
 
 
@@ -115,7 +113,7 @@ def try_bad_copy(copy: ModuleType, rng: random.Random) -> None:
     refused(copy.ranges, any_buffer(rng, target), columns[0], source, columns[1], columns[2], rng.choice(EXTREME))
     refused(copy.ranges, target, columns[0], target, columns[1], columns[2], rng.choice([1, 4, 8]))
     refused(copy.pieces, target, source, any_buffer(rng, bytes(64)), columns[0], columns[1])
-    # Copy from an array to itself, with overlapping ranges.
+    # The ranges overlap.
     refused(copy.ranges, target, numbers([1, 0]), target, numbers([0, 3]), numbers([63, 60]), 1)
 
 
@@ -123,7 +121,7 @@ def try_bad_copy(copy: ModuleType, rng: random.Random) -> None:
 
 
 def try_batch(batch: ModuleType, rng: random.Random) -> None:
-    """Return episodes of one row, each a segment of one span; either valid or with one wrong number."""
+    """Try episodes of one row, each a segment of one span, either valid or with one wrong number."""
     size, width = rng.randrange(1, 40), rng.choice([2, 4])
     ids = [rng.randrange(256**width) for _ in range(60)]
     tokens = unaligned(b"".join(id.to_bytes(width, "little") for id in ids))
@@ -190,7 +188,7 @@ def any_record(rng: random.Random) -> dict[str, Any]:
 
 
 def check_columns(block: bytes, start: int, columns: Callable[..., Any]) -> int:
-    """Compare the parsed lines of a block with the result of plain Python; return the number of records."""
+    """Compare the parsed lines of a block with plain Python; return the number of records."""
     end, data, messages, stop, role, first, last = columns(block, start)
     assert start <= end <= len(block)
     lines = [line for line in block[start:end].split(b"\n") if line]
@@ -261,9 +259,7 @@ def ascii_class(pattern: int, character: str) -> int:
 
 
 def classes(pattern: int) -> bytes:
-    """Return a table of character classes: correct for ASCII, and arbitrary, unknown or uncertain for other
-    characters.
-    """
+    """Return a table of character classes: correct for ASCII, and arbitrary, unknown or uncertain for the rest."""
     return bytes(
         [ascii_class(pattern, chr(n)) for n in range(128)]
         + [(n * 7 % 23 % 10) + (DOUBT if n % 31 == 0 else 0) for n in range(128, 2**16)]
@@ -272,7 +268,7 @@ def classes(pattern: int) -> bytes:
 
 
 class Vocabulary:
-    """A vocabulary of all single bytes and random merges of them."""
+    """All single bytes, and random merges of them."""
 
     def __init__(self, rng: random.Random) -> None:
         self.tokens = [bytes([n]) for n in range(256)]
@@ -304,7 +300,6 @@ class Vocabulary:
         }
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of an ASCII text."""
         words = re.compile(PATTERNS[self.pattern], re.ASCII).findall(text)
         assert "".join(words) == text
         return [id for word in words for id in self.word(word.encode())]
@@ -367,7 +362,7 @@ def try_bpe(bpe: ModuleType, rng: random.Random) -> None:
 
 
 def try_bpe_in_threads(bpe: ModuleType, rng: random.Random) -> None:
-    """Threads encode at once, each with new words; the calls are large enough to release the GIL."""
+    """Encode new words in several threads at once; the calls are large enough to release the GIL."""
     vocabulary = Vocabulary(rng)
     encoder = bpe.Encoder(**vocabulary.arguments())
     batches = [["".join(rng.choices("abxyword'LL12 \n!", k=6000)) for _ in range(4)] for _ in range(4)]
@@ -497,13 +492,12 @@ def try_overlaps(rollout: ModuleType, rng: random.Random) -> None:
         [[1, 2, 3], [1, 2, 3, 4.0], [1, 2, 3, 2**80], [1, 2, 3, True], (1, 2, 3, 4), None, "1234", [2**30] * 4]
     )
     lists[rng.randrange(2)].append(wrong)
-    # The first list may be empty; a wrong box in the second must still be detected.
+    # Even if the first list is empty, a wrong box in the second must be detected.
     assert rollout.overlaps(*lists) is None
     refused(rollout.overlaps, rng.choice([None, (), {}, 3]), [])
 
 
 def fuzz(folder: Path, rounds: int, seed: int) -> int:
-    """Run every check this many times; return the number of calls."""
     rng = random.Random(seed)
     names = ("_copy", "_batch", "_columns", "_bpe", "_rollout")
     copy, batch, columns, bpe, rollout = (load(folder, name) for name in names)

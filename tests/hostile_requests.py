@@ -1,4 +1,4 @@
-"""Requests that no browser sends: the viewer must refuse each of them and still answer the next normal request."""
+"""Requests that no browser sends: the viewer must reject each of them and still answer the next normal request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANSWERED = REFUSED | {200}
 
 @dataclass(frozen=True)
 class Hostile:
-    """The bytes of a request, and the statuses that may answer it; an empty set means that the connection is closed."""
+    """The bytes of a request, and the allowed statuses; an empty set means that the connection is closed."""
 
     data: bytes
     statuses: frozenset[int]
@@ -165,8 +165,8 @@ def hostile_requests() -> list[Hostile]:
 
 
 def mutated(request: bytes, rng: random.Random) -> Hostile:
-    """Return a valid request with some bytes changed, duplicated or removed: any response is allowed except a server
-    error.
+    """Return a valid request with some bytes changed, duplicated or removed. Any response except a server error is
+    allowed.
     """
     data = bytearray(request)
     for _ in range(rng.randrange(1, 6)):

@@ -1,4 +1,4 @@
-"""Convert rows to plain Python data and back, for tests that build and compare rows."""
+"""Convert rows to plain Python data and back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from chatmill.rows import NO_FILE, ORIGIN, SPAN, File, Part, Role, Rows, Rule, offsets
 
-# A row as plain data is a list of segments (origin, spans); a span is (ids, role, message, weight, rule, target).
+# A row as plain data is a list of segments (origin, spans). A span is (ids, role, message, weight, rule, target).
 spans_ = st.tuples(
     st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4),
     st.sampled_from([Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL]),

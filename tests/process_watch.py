@@ -1,7 +1,7 @@
 """Find the processes that tests start, check that none is left behind, and end them with a dump of their stacks.
 
-Each process inherits an environment variable with the id of the test process, so it is found even after its parent has
-ended. A process with another environment is found only while its ancestors are alive.
+Processes inherit an environment variable with the id of the test process, so they are found even after their parents
+have ended. A process with another environment is found only while its ancestors are alive.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class Process:
 
 
 def mark_children() -> None:
-    """Mark the processes that are started after this call, and make them print the stacks of their threads on
-    SIGABRT.
-    """
+    """Mark the processes that are started after this call, and make them print their stacks on SIGABRT."""
     os.environ[MARK] = str(os.getpid())
     os.environ["PYTHONFAULTHANDLER"] = "1"
 
@@ -71,7 +69,6 @@ def _look_at(folder: Path) -> Process | None:
 
 
 def _is_below(process: Process, running: dict[int, Process], ancestor: int) -> bool:
-    """Whether the process is `ancestor` or one of its descendants."""
     while process.pid != ancestor:
         if process.parent not in running:
             return False
@@ -80,7 +77,7 @@ def _is_below(process: Process, running: dict[int, Process], ancestor: int) -> b
 
 
 def end_with_stacks(processes: list[Process]) -> str:
-    """End processes and return their last output: for Python processes, the stacks of their threads."""
+    """End processes and return their last output, which includes the stacks of Python processes."""
     errors = [_open_errors(process.pid) for process in processes]
     for process in processes:
         with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""An oracle for `train_ranges`: weights of tokens from weights of characters, one character at a time."""
+"""An oracle for `train_ranges`: weights of tokens from weights of characters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def random_ranges(rng: random.Random, size: int) -> list[list]:
 
 
 def expected_weights(offsets, size: int, ranges, own: float, flagged: bool) -> tuple[list[float], int]:
-    """Compute the weight of each token from those of its characters; also return how many tokens have mixed weights."""
+    """Return the weight of each token, and the number of tokens with mixed weights."""
     chars: list[float | None] = [None] * size
     for start, stop, weight in ranges:
         for at in range(start, stop):
@@ -58,9 +58,7 @@ def expected_weights(offsets, size: int, ranges, own: float, flagged: bool) -> t
 
 
 def pairs_of_bytes() -> bytes:
-    """Return a byte-level BPE that merges random pairs of bytes: some characters consist of several tokens, and some
-    tokens cross character boundaries.
-    """
+    """Return a byte-level BPE that merges random pairs of bytes. Some tokens cross character boundaries."""
     alphabet = bytes_to_unicode()
     letters = [alphabet[byte] for byte in sorted({*"".join(PIECES).encode()}) if byte >= 0x80 or chr(byte) in " aens<|"]
     pairs = [[one, other] for one in letters for other in letters]

@@ -1,7 +1,7 @@
-"""Stream blocks: expected blocks and masks for every rule, then every block size compared with a token-by-token oracle.
+"""Stream blocks.
 
 Tokens are letters: S, U and A open a system, user and assistant turn, E is END, X is EOS, lowercase is text. In a mask,
-`*` means trained. Documents are written without their last X, which packing adds.
+`*` means trained on. Documents are written without their last X, which packing adds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ BYTES = open_tokenizer("bytes", control=POST_TRAINING.tokens)
 
 
 def packed(*documents: str, size: int, remainder: str = "pad") -> list[str]:
-    """Return one string per block: its tokens and its mask."""
     ids, masks = pack_chat_blocks(
         [[ord(token) for token in document] for document in documents],
         block_size=size,
@@ -437,7 +436,6 @@ def test_a_dropped_remainder_is_counted_without_its_injected_tokens():
     }
 
 
-# Comparison with a token-by-token oracle.
 
 
 def slow_mask(block: str) -> str:
@@ -462,7 +460,7 @@ def slow_mask(block: str) -> str:
 def slow_blocks(documents: list[str], size: int, remainder: str) -> tuple[list[str], list[str], dict[str, int]]:
     """Return blocks, the kind of each token (`s`tream, `i`njected or `p`adding), and counts of removed tokens."""
     stream = [(token, number) for number, document in enumerate(documents) for token in document + "X"]
-    # For each token: the role of the span it is in, and the last complete system span of the conversation.
+    # For each token: the role of its span, and the last complete system span of the conversation.
     inside, system, span, before = "", "", "", []
     for token, _ in stream:
         before.append((inside, system))

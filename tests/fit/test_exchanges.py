@@ -36,12 +36,12 @@ def written(message: Message) -> str:
 
 
 def tokens(messages: list[Message]) -> int:
-    """Count tokens: one per control token and one per ASCII character."""
+    """Each control token and each ASCII character is one token."""
     return sum(len(message.role) + len(message.content) + 4 for message in messages)
 
 
 def expected(messages: list[Message], trained: list[bool], capacity: int) -> list[Message] | None:
-    """Return the messages that are kept, or None if the row is dropped, following the definition of the rule."""
+    """Return the kept messages, or None if the row is dropped."""
     if tokens(messages) <= capacity:
         return messages if any(trained) else None
     if not any(trained):
@@ -70,7 +70,7 @@ def expected(messages: list[Message], trained: list[bool], capacity: int) -> lis
 
 
 def is_trained(messages: list[Message], train_on: str) -> list[bool]:
-    """Whether each message is trained, by its weight if it has one, otherwise by its role."""
+    """Whether each message is trained on, by its weight if it has one, otherwise by its role."""
     answers = [at for at, message in enumerate(messages) if message.role == "assistant"]
     users = [at for at, message in enumerate(messages) if message.role == "user"]
     by_role = {

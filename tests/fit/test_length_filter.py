@@ -1,4 +1,4 @@
-"""The length filter, compared with a loop over turns written from the specification."""
+"""The length filter, compared with a loop over turns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fit(context_length: int, *records: Record) -> tuple[list[int], list[int]]:
     return turns.tolist(), tokens.tolist()
 
 
-# A turn has two tokens more than its text: an opening and a closing marker.
+# A turn has an opening and a closing marker.
 PLAIN = record("Sss", "Uaa", "Abb", "Ucccc", "Ad", "Ue", "Af")  # lengths: 4 | 4 4 | 6 3 | 3 3, then EOS
 
 

@@ -16,7 +16,7 @@ VOCABULARY, WIDTH, LONGEST, CAPACITY = 61, 16, 24, 40
 
 
 class OneLayer(nn.Module):
-    """Compute causal attention within each segment."""
+    """Causal attention within each segment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,8 @@ class OneLayer(nn.Module):
 
 
 def conversations(count: int) -> Rows:
-    """Return random turns with random weights; the first token is often trained, so that segment boundaries matter."""
+    """Return random turns with random weights. The first token is often trained on, so that segment boundaries matter.
+    """
     draw = np.random.default_rng(5)
     plain = []
     for line in range(count):
@@ -46,7 +47,6 @@ def conversations(count: int) -> Rows:
 
 
 def padded(rows: Rows, values: np.ndarray, fill: int) -> np.ndarray:
-    """Pad per-token values to shape (rows, longest row)."""
     there = np.arange(rows.lengths.max()) < rows.lengths[:, None]
     out = np.full(there.shape, fill, dtype=values.dtype)
     out[there] = values
@@ -54,10 +54,7 @@ def padded(rows: Rows, values: np.ndarray, fill: int) -> np.ndarray:
 
 
 def token_losses(rows: Rows, *, ignoring: str = "") -> float:
-    """Return the weighted loss summed over all trained tokens, using positions, segments, weights and the label shift.
-
-    `ignoring` disables one of the three mechanisms that keep conversations separate.
-    """
+    """Return the sum of the weighted losses; `ignoring` disables one of the mechanisms that separate conversations."""
     ids = padded(rows, rows.ids.astype(np.int64), 0)
     positions = padded(rows, rows.positions(), 0)
     segments = padded(rows, rows.segments(), -1)

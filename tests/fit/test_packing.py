@@ -12,7 +12,7 @@ from chatmill.errors import DataError
 from chatmill.fit import Bins, pack, pack_lengths
 from chatmill.rows import EMPTY, concat
 
-# Rows as plain data; a segment may be empty, but not a whole row.
+# A segment may be empty, but not a whole row.
 plain_rows = st.lists(
     st.lists(st.tuples(origins_, st.lists(spans_, max_size=3)), min_size=1, max_size=3).filter(
         lambda row: any(spans for _, spans in row)
@@ -56,11 +56,11 @@ def tokens(row: list) -> int:
     ("lengths", "capacity", "expected"),
     [
         ([3, 2, 4], 5, [[2], [0, 1]]),
-        # The first 3 goes into the bin with 3 free, not into the one with 4 free; the second 3 goes into the other bin.
+        # The first 3 goes into the bin with 3 free, not into the one with 4 free.
         ([6, 7, 3, 3], 10, [[1, 2], [0, 3]]),
         # Two bins are equally full, so the one opened first is used.
         ([6, 6, 2], 8, [[0, 2], [1]]),
-        # Both bins have 1 free, the second since an earlier row; the bin opened first is still used.
+        # Both bins have 1 free. The bin opened first is used, although the other one was filled first.
         ([14, 12, 7, 5, 1], 20, [[0, 3, 4], [1, 2]]),
         # Five rows of length 2 need three bins; the row of length 1 goes into one of the two fuller bins.
         ([2, 2, 1, 2, 2, 2], 5, [[0, 1, 2], [3, 4], [5]]),

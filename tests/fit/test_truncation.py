@@ -1,5 +1,3 @@
-"""Truncation: expected rows for every rule, then properties of random conversations."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -35,7 +33,9 @@ def rendered(*records: Record) -> Rows:
 
 
 def text_of(rows: Rows) -> list[tuple[str, str]]:
-    """Return each row as text, one letter per control token, and below it a star under each trained token."""
+    """Return each row as text, with one letter per control token, and a line with a star under each token of the loss
+    mask.
+    """
     out = []
     for row in range(len(rows)):
         one = rows[row : row + 1]
@@ -210,7 +210,6 @@ def test_invalid_arguments_are_one_error_line():
         assert len(truncate(EMPTY, 5, rule, ledger=Ledger())) == 0
 
 
-# Random conversations.
 
 word_ = st.text("abc", max_size=6)
 turn_ = st.tuples(st.sampled_from("UUAA"), word_).map("".join)
@@ -302,7 +301,7 @@ def test_tail_equals_the_end_of_the_token_list(record, capacity):
 @given(chat_, st.integers(2, 40))
 def test_each_trained_token_is_trained_in_exactly_one_window(record, capacity):
     rows = rendered(record)
-    # Ids are distinct, so that each token of a window can be found in the conversation.
+    # Each token of a window can be found in the conversation by its id.
     numbered = replace(rows, ids=np.arange(len(rows.ids), dtype=np.uint32))
     made = truncate(numbered, capacity, "windows", ledger=Ledger(), drop_untrained=False)
     trained = made.ids[made.mask()]
@@ -317,8 +316,7 @@ def test_each_trained_token_is_trained_in_exactly_one_window(record, capacity):
         if 2 * system <= capacity:
             assert ids[:system].tolist() == list(range(system))
             assert all(gap == system - 1 for gap in gaps)
-        # A window contains as much context as fits; a window that is not full begins with the first token of the
-        # conversation.
+        # A window that is not full begins with the first token of the conversation.
         if len(ids) < capacity and len(ids):
             assert len(gaps) == 0
             assert ids[0] == 0

@@ -42,7 +42,6 @@ def same(one, other) -> None:
 
 
 def reopened(format, spec: str):
-    """Restore a renderer from its JSON, as datasets and models do."""
     value = json.loads(json.dumps(format.to_json()))
     tokenizer = open_tokenizer(spec, control=control_tokens_from_json(value), add_tokens=True)
     return renderer_from_json(value, tokenizer, spec=spec, where="model")

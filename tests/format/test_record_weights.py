@@ -1,4 +1,4 @@
-"""Weights of records, texts without turns, and chat template variables of individual records."""
+"""Weights of records, texts without turns, and chat template variables of records."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_weight_of_a_record_multiplies_those_of_its_tokens(template, train_o
         factor = np.repeat(np.array(weights, dtype=np.float32), rows.lengths)
         assert rows.ids.tolist() == plain.ids.tolist()
         assert rows.weights().tolist() == (plain.weights() * factor).tolist()
-        # Reweighing to train other roles keeps the weight of each record, and records of weight 0 stay untrained.
+        # Reweighing keeps the weight of each record, and records of weight 0 stay out of the mask.
         for other in ("last", "assistant", "all"):
             again = rows.reweigh(other)
             expected = renderer.render([conversation(weight, flag) for weight in weights], train_on=other)
@@ -92,7 +92,7 @@ def test_records_can_have_their_own_template_variables(template):
     alone = [template.render([record]) for record in records]
     assert rows.ids.tolist() == np.concatenate([row.ids for row in alone]).tolist()
     assert rows.mask().tolist() == np.concatenate([row.mask() for row in alone]).tolist()
-    # The prompt contains the text of the variables too, so the trained answer starts after it.
+    # The prompt also contains the text of the variables, so the answer starts after it.
     assert decode(rows[2:3].ids[rows[2:3].mask()]) == "b<|im_end|>d<|im_end|>"
     prompt = Record([Message("user", "a")], template_kwargs='{"mood":"sad"}')
     assert decode(template.prompt_ids(prompt)).endswith("<|im_start|>assistant\n(sad) ")
@@ -174,7 +174,7 @@ TEXTS = st.text("the quickbrownfxa ", max_size=12)
 @settings(max_examples=60)
 @given(prompt=TEXTS, completion=TEXTS)
 def test_a_completion_follows_its_prompt_without_an_added_space(spaced, prompt, completion):
-    """As in TRL, prompt and completion are encoded as one text, and the tokens after the prompt are trained."""
+    """As in TRL, prompt and completion are encoded as one text."""
     engine, renderer = spaced
     record = Record([*([Message("user", prompt)] if prompt else []), Message("assistant", completion)])
     ledger = Ledger()
@@ -184,7 +184,7 @@ def test_a_completion_follows_its_prompt_without_an_added_space(spaced, prompt, 
     if prompt and whole[: len(before)] == before:
         assert rows.mask().tolist() == [False] * len(before) + [True] * (len(whole) - len(before))
     elif prompt:
-        # A token that contains the end of the prompt and the start of the completion is not trained.
+        # A token that contains the end of the prompt and the start of the completion is not trained on.
         assert not rows.mask()[: len(before) - 1].any()
         assert rows.mask()[-1]
         assert ledger.to_json()["noted"]["range_splits_token"]["tokens"] == 1
@@ -195,7 +195,7 @@ def spaced(tmp_path_factory):
     path = tmp_path_factory.mktemp("hf") / "spaced"
     engine = space_tokenizer(path)
     with warnings.catch_warnings():
-        # Ignore the warning that a slower library is used to encode the text.
+        # A warning says that a slower library encodes the text.
         warnings.simplefilter("ignore")
         return engine, open_renderer("text", str(path))
 

@@ -1,4 +1,4 @@
-"""Train ranges with presets, compared with the offsets that `tokenizers` itself reports."""
+"""`train_ranges` with presets, compared with the offsets that `tokenizers` reports."""
 
 from __future__ import annotations
 

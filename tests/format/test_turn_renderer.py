@@ -1,4 +1,4 @@
-"""Rendering: golden rows of every preset, then properties of random conversations."""
+"""Golden rows of every preset, and properties of random conversations."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TOOLS = Record(
 
 
 def told(rows: Rows, name: str, row: int = 0) -> list[str]:
-    """Format a row as lines: trained or not, role, part, rule, and text."""
+    """Format a row as lines: weight mark, role, part, rule, and text."""
     one, tokenizer = rows[row : row + 1], TOKENIZERS[name]
     lines = []
     for span, start, stop in zip(one.spans, one.span_start, one.span_start[1:], strict=False):
@@ -308,7 +308,6 @@ def test_a_role_that_the_format_does_not_define_is_a_record_error():
     assert [fault.line for fault in rejected] == [7, 1]
 
 
-# Random conversations.
 
 CONTROL = [token for format in FORMATS.values() for token in format.tokens.values()]
 text_ = st.lists(st.one_of(st.sampled_from([*CONTROL, "<|", "|>", "\n", " "]), st.text(max_size=4)), max_size=4).map(

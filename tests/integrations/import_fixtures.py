@@ -18,7 +18,6 @@ TEMPLATE = """{%- for message in messages -%}
 
 
 def conversations(count: int) -> list[list[tuple[str, str]]]:
-    """Return conversations of two exchanges about addition."""
     return [
         [
             ("user", f"What is {number} plus {number + 3}?"),
@@ -31,7 +30,6 @@ def conversations(count: int) -> list[list[tuple[str, str]]]:
 
 
 def write_messages(path: Path, count: int = 40) -> None:
-    """Return records in OpenAI's shape."""
     records = [
         {"messages": [{"role": role, "content": text} for role, text in turns]} for turns in conversations(count)
     ]
@@ -71,9 +69,7 @@ def save_tiny_model(folder: Path) -> Path:
 
 
 def leaves(value: object, path: str = "") -> list[str]:
-    """Return the paths of all values in a config, such as `datasets[0].type`; a list of plain values counts as one
-    value.
-    """
+    """Return the paths of all values in a config, such as `datasets[0].type`. A list of plain values is one value."""
     if isinstance(value, dict) and value:
         return [leaf for name, each in value.items() for leaf in leaves(each, f"{path}.{name}" if path else str(name))]
     if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
@@ -83,9 +79,7 @@ def leaves(value: object, path: str = "") -> list[str]:
 
 
 def unreported(config: object, keys: list[str]) -> list[str]:
-    """Return the paths of values that are not covered by exactly one key of a report; a key covers everything below
-    it.
-    """
+    """Return the paths of values that are not covered by exactly one key. A key covers everything below it."""
 
     def names(key: str, leaf: str) -> bool:
         return leaf == key or leaf.startswith((f"{key}.", f"{key}["))

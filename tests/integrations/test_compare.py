@@ -1,6 +1,4 @@
-"""Comparison of two rows of one record: the counts add up, and each difference has a reason. The tests do not need
-TRL.
-"""
+"""Comparison of two rows of one record, without TRL."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def chat(*texts: str) -> Record:
 
 
 def encode(renderer, text: str) -> list[int]:
-    """Return the ids of a text with control tokens, found independently of chatmill."""
+    """Return the ids of a text with control tokens, without chatmill's code."""
     ids, ends = [], {token: renderer.encoder.ids[token] for token in CONTROL}
     while text:
         token = next((token for token in CONTROL if text.startswith(token)), None)
@@ -54,7 +52,6 @@ def encode(renderer, text: str) -> list[int]:
 
 
 def peer_row(renderer, *parts: tuple[str, bool], kept: int | None = None) -> PeerRow:
-    """Return a row that consists of these texts, each marked as trained or not."""
     pieces = [(encode(renderer, text), trained) for text, trained in parts]
     ids = np.array([id for ids, _ in pieces for id in ids], dtype=np.uint32)
     mask = np.array([trained for ids, trained in pieces for _ in ids], dtype=bool)

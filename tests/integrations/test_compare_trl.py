@@ -1,4 +1,4 @@
-"""`chatmill compare --peer trl` with the installed TRL, checked against SFTTrainer and masks written by hand."""
+"""`chatmill compare --peer trl` with the installed TRL."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chat(*turns: tuple[str, str]) -> dict:
 
 
 def make_model(folder: Path, template: str, eos: str = "<|im_end|>") -> Path:
-    """Return a folder with a template, and a tokenizer with one token per byte."""
+    """Write a folder with a template, and a tokenizer with one token per byte."""
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes(train_bpe(["x"], vocab_size=256 + len(CONTROL), control=CONTROL))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "chat_template": template}
@@ -57,7 +57,6 @@ def trl_template(name: str) -> str:
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """Run `chatmill compare`; return its exit code, standard output and standard error."""
     monkeypatch.chdir(tmp_path)
 
     def run(*args: str) -> tuple[int, str, str]:
@@ -76,7 +75,7 @@ def write(*records: dict) -> str:
 
 
 def shown(row: PeerRow | str, renderer) -> str:
-    """Return the kept part of a row with one token per byte as text, with trained text in brackets."""
+    """Return the kept part of a row as text, with brackets around the text in the mask."""
     assert isinstance(row, PeerRow)
     out, trained = "", False
     for id, trains in zip(row.ids[: row.kept].tolist(), row.trained[: row.kept].tolist(), strict=True):
@@ -284,7 +283,7 @@ def test_what_a_template_refuses_is_said_by_both(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["gemma", "qwen2_5", "qwen3", "deepseekv3", "llama3"])
 def test_templates_that_trl_has_an_edition_of_are_replaced_by_it(tmp_path, name):
-    """Some of these templates refuse the conversations with tools that TRL uses to test a template."""
+    """Some of these templates reject the conversations with tools that TRL uses to test a template."""
     renderer = open_renderer("template", str(make_model(tmp_path / "model", trl_template(name))))
     with TRLPeer(renderer) as peer:
         assert (peer.setup.patched, peer.setup.no_mask) == (True, "")
@@ -305,7 +304,7 @@ def test_prompts_and_completions_are_given_to_trl_as_such(run, tmp_path):
     code, out, _ = run(write(pair), "model", "--json")
     found = json.loads(out)
     assert code == 0
-    # Without tags, TRL trains only the completion; chatmill trains the same text except for the line end after it.
+    # Without tags, TRL trains on the completion only; chatmill leaves out the line end after it.
     assert [(each["name"], each["only_peer"]) for each in found["reasons"]] == [("after", 1)]
     assert found["tokens"]["both"] == 4
 
@@ -328,7 +327,7 @@ def test_a_hostile_template_costs_its_record_and_nothing_else(run, tmp_path, mon
 
 
 def test_a_template_that_never_ends_is_given_up_in_one_line(tmp_path, monkeypatch):
-    """The template is given only to TRL, because chatmill's own renderer refuses to open a template that never ends."""
+    """chatmill's own renderer would refuse to open this template, so only TRL gets it."""
     monkeypatch.setattr("chatmill.integrations.trl_peer.SECONDS", 1.0)
     renderer = open_renderer("template", str(make_model(tmp_path / "model", TAGGED)))
     endless = TemplateSource("endless.jinja", ENDLESS.replace("'loop' in messages[0].content", "true"))

@@ -1,4 +1,4 @@
-"""Axolotl configs as recipes and train configs: whole files, and behavior that is defined only in Axolotl's code."""
+"""Axolotl configs as recipes and train configs."""
 
 from __future__ import annotations
 
@@ -121,7 +121,6 @@ def imported(text: str, **options):
 
 
 def minimal(**keys) -> str:
-    """Return a config with these keys and the required ones."""
     config = {"base_model": "m", "learning_rate": 1e-4, "datasets": [{"path": "chat.jsonl", "type": "chat_template"}]}
     return json.dumps(config | keys)
 
@@ -255,7 +254,6 @@ def test_keys_of_services_and_passwords_in_urls_are_not_printed():
 
 
 def build(**keys):
-    """Return the metadata of the dataset that an imported config builds."""
     save_tokenizer(Path("m"))
     write_import(imported(minimal(**keys)), "out", overwrite=True)
     return prepare_dataset(load_recipe("out/recipe.yaml"), "out/data", engine=LocalEngine(1), overwrite=True)

@@ -1,4 +1,4 @@
-"""Every key of any config is reported exactly once, and a hostile config gives one clear error line."""
+"""Every key of a config is reported exactly once, and a hostile config gives one clear error line."""
 
 from __future__ import annotations
 
@@ -81,8 +81,7 @@ def test_every_key_of_a_config_is_reported_exactly_once(trainer, data):
     Path("config.yaml").write_text(json.dumps(config))
     seen: list[Translation] = []
     with pytest.MonkeyPatch.context() as patch:
-        # `check` raises the errors after all keys are read; without it, the report of an invalid config can be
-        # inspected.
+        # `check` would raise an error before the report of an invalid config can be inspected.
         patch.setattr(Translation, "check", lambda translation: seen.append(translation))
         READ[trainer]("config.yaml")
     keys = [each.key for each in seen[0].results]

@@ -1,4 +1,4 @@
-"""The rows of a run as a map-style dataset: their order, their weights, and refused settings."""
+"""The rows of a run as a map-style dataset."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ORDERS = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Return a folder of two datasets that have a val split; every third answer of b has weight 0.3."""
+    """Return a folder of two datasets with a val split; every third answer of b has weight 0.3."""
     folder = tmp_path_factory.mktemp("data")
     rng = random.Random(3)
     for name, count in (("a", 130), ("b", 70)):
@@ -75,7 +75,6 @@ def test_the_example_of_a_docstring_runs(value, tmp_path, monkeypatch):
     assert doctest.DocTestRunner().run(test).failed == 0 < len(test.examples)
 
 
-# Starts of steps.
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -219,8 +218,7 @@ def test_val_has_every_row_once_and_weights_that_make_the_mean_of_batches_the_lo
     np.testing.assert_array_equal(torch.stack([row["input_ids"] for row in val])[:, :-1], x)
     labels, scaled = split_labels(torch.stack([row["labels"] for row in val])[:, 1:])
     np.testing.assert_array_equal(labels, y)
-    # For arbitrary token losses: a trainer divides the loss of each batch by the number of its labels on both ranks,
-    # and then takes the mean over batches.
+    # A trainer divides the loss of each batch by the number of its labels on both ranks, and then takes the mean.
     losses = np.random.default_rng(0).random(y.shape)
     sums = (scaled.numpy() * losses).reshape(len(val) // 4, -1).sum(axis=1)
     of_trainer = np.mean(sums / np.maximum(1, (y >= 0).reshape(len(val) // 4, -1).sum(axis=1)))
@@ -233,7 +231,6 @@ def test_val_has_every_row_once_and_weights_that_make_the_mean_of_batches_the_lo
         val.__getitems__([0, 1])
 
 
-# Orders that are refused.
 
 
 def read(rows, batches):
@@ -242,7 +239,7 @@ def read(rows, batches):
 
 def test_a_run_starts_and_resumes_at_any_step_and_starts_again(data):
     rows = TrainRows(data / "a", {**BASE, "batch_size": 4}, steps=20)
-    read(rows, [range(4)])  # a request whose batch is not used
+    read(rows, [range(4)])  # the batch of this request is not used
     for start in (0, 28, 8, 8, 0):
         assert len(read(rows, [range(at, at + 4) for at in range(start, start + 12, 4)])) == 3
 

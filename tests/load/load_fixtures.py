@@ -1,4 +1,4 @@
-"""Datasets for the loading tests, and an oracle that computes batches one token at a time."""
+"""Datasets for the loading tests, and an oracle that computes batches token by token."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ def write_rows(target: Path, splits: Mapping[str, Rows], *, vocab_size: int = 10
 
 
 def write_source(root: Path, name: str, splits: Mapping[str, Rows], *, vocab_size: int = 1000) -> Path:
-    """Write the cache of one source with these rows."""
     ledger = Ledger()
     for rows in splits.values():
         trained = int(np.count_nonzero(rows.mask()))
@@ -90,7 +89,7 @@ def write_plain_files(target: Path, episodes: Sequence[Sequence[int]], masks: Se
 
 
 def talks(seed: int, count: int, *, longest: int = 30, vocab_size: int = 1000) -> Rows:
-    """Make conversations of one segment each, with 2 to `longest` tokens, in which every second span is trained."""
+    """Make conversations of one segment each, with 2 to `longest` tokens; every second span is trained on."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, longest + 1, count)
     table = np.zeros(2 * count, dtype=SPAN)
@@ -112,7 +111,7 @@ def expected(
     plain = unbuild(rows)
     out: dict[str, list[list[Any]]] = {name: [] for name in Batch._fields}
     for episodes in batch:
-        tokens: list[tuple[int, float, int, int]] = []  # id, weight, target and segment number
+        tokens: list[tuple[int, float, int, int]] = []  # id, weight, target and segment index
         owners: list[int] = []
         for episode in episodes:
             said = [

@@ -1,4 +1,4 @@
-"""Batches, compared with an oracle that works one token at a time: truncation, packing, padding and loss masks."""
+"""Batches, compared with an oracle that works token by token."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def order(seed: int, epoch: int, eligible: list[int]) -> list[int]:
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Pack the longest row first, each row into the fullest bin with space; of equally full bins, into the one opened
-    first.
-    """
+    """Pack the longest row first, each row into the fullest bin with space. Ties go to the bin opened first."""
     bins: list[tuple[int, list[int]]] = []
     for item in sorted(range(len(lengths)), key=lambda at: (-lengths[at], at)):
         fits = [number for number, (used, _) in enumerate(bins) if used + lengths[item] <= capacity]
@@ -51,7 +49,7 @@ def test_segments_are_numbered_from_the_end_of_their_episode():
 
 
 def rows_of_epoch(rows: Rows, config: dict, epoch: int) -> list[list[int]]:
-    """Return the episodes of every row of an epoch, which must fit in one packing window of 2^16 episodes."""
+    """Return the episodes of every row of an epoch, which must fit in one packing window."""
     lengths = rows.lengths.tolist()
     eligible = [at for at, length in enumerate(lengths) if length >= config["episode_min_tokens"]]
     episodes = order(config["epoch_seed"], epoch, eligible)
@@ -140,9 +138,7 @@ def test_stored_padding_is_never_trained_with_or_without_the_mask(tmp_path):
 
 
 def test_a_shard_with_as_many_segments_as_episodes_may_have_an_episode_of_two(tmp_path):
-    """One episode is empty and one has two segments, so the counts of episodes and segments are equal, but
-    segment i does not belong to episode i.
-    """
+    """Segment i does not belong to episode i, although there are as many segments as episodes."""
     span = ([5, 6], 1, 0, 1.0, 0, -1)
     rows = build([[], [((None, 1), [span]), ((None, 2), [span])], [((None, 3), [span])]])
     target = write_rows(tmp_path / "d", {"train": rows}, shard_tokens=1000)

@@ -1,4 +1,4 @@
-"""`collate`, compared with reading every token one by one."""
+"""`collate`, compared with reading tokens one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests of rows match docs/reference/files.md, and every change in a row changes its digest."""
+"""Digests of rows, as described in docs/reference/files.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def words_of(batch, row):
 
 
 def sha256(batch, row, step, place):
-    """Compute the digest of one row from plain integers."""
     x, y = batch.x[row].tolist(), batch.y[row].tolist()
     bits = [struct.unpack("<I", struct.pack("<f", value))[0] for value in batch.weights[row].tolist()]
     one = struct.unpack("<I", struct.pack("<f", 1.0))[0]

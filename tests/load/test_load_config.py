@@ -1,4 +1,4 @@
-"""The loader configuration: documented keys and defaults, inherited files, and errors that list every fault."""
+"""The loader configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EpisodeLoader: finding sources, use in torch's DataLoader, listeners, and very large datasets."""
+"""EpisodeLoader: sources, torch's DataLoader, listeners, and very large datasets."""
 
 from __future__ import annotations
 
@@ -36,14 +36,12 @@ def dataset(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Return a folder of caches with the documented names."""
     folder = tmp_path_factory.mktemp("caches")
     for seed, name in enumerate(("primer", "oasst1", "dolly15k")):
         write_source(folder, name, {"train": talks(10 + seed, 20 + seed), "val": talks(20 + seed, 4)})
     return folder
 
 
-# Kinds of folders.
 
 
 def test_a_dataset_of_another_program_is_read_with_and_without_a_mask(tmp_path):
@@ -99,7 +97,7 @@ def test_a_folder_of_caches_is_mixed_as_documented_by_default(root):
 @pytest.mark.parametrize("kind", ["known", "plain"])
 @pytest.mark.parametrize("by", ["tokens", "trained_tokens"])
 def test_a_mix_by_tokens_has_the_requested_shares_in_batches(tmp_path, by, kind):
-    """One source has long rows, which are truncated; the other has short rows, some of which are skipped."""
+    """One source has long rows, which are truncated. The other has short rows, some of which are skipped."""
     long, short = talks(1, 60, longest=90), talks(2, 80, longest=9)
     if kind == "known":
         write_source(tmp_path, "long", {"train": long})
@@ -222,11 +220,10 @@ def test_epochs_are_refused_for_an_order_without_epochs(dataset):
         EpisodeLoader(dataset, {**SMALL, "batch_sampling_mode": "random"}, epochs=2)
 
 
-# Returned batches.
 
 
 def begins_inside_an_answer(rows: Rows, row: int, capacity: int) -> bool:
-    """Return whether truncation to `capacity` cuts a row between two trained tokens."""
+    """Return whether truncation to `capacity` cuts a row between two tokens of the mask."""
     mask = rows[row : row + 1].mask().tolist()
     return len(mask) > capacity and mask[-capacity] and mask[-capacity - 1]
 
@@ -301,7 +298,7 @@ def test_damage_is_reported_at_every_attempt_and_the_cursor_does_not_move(tmp_pa
             DataError, match="an entry points past the last token; the file was changed; run chatmill verify"
         ):
             list(islice(loader, 3))
-    # The first batch is intact and was returned, so the loader's next step is the second.
+    # The first batch is intact, so the next step is the second.
     assert loader.cursor().step == 1
 
 
@@ -388,7 +385,6 @@ def test_closing_a_loader_ends_its_thread_and_it_can_still_be_used(dataset, monk
     assert loader.cursor().step == before.step + 1
 
 
-# Other loaders and listeners.
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -427,8 +423,6 @@ def test_a_loader_is_pickled_without_prefetched_batches(dataset):
 
 
 class Heard:
-    """A listener that records its calls."""
-
     def __init__(self) -> None:
         self.told: list = []
         self.digests: list = []
@@ -474,7 +468,6 @@ def test_a_loader_with_a_listener_does_not_run_in_workers(dataset):
         next(iter(loader))
 
 
-# The documented order, and very large datasets.
 
 
 def test_the_documented_snippet_reconstructs_the_order_of_the_loader(tmp_path):

@@ -20,7 +20,7 @@ weight_lists = st.lists(st.integers(1, 60), min_size=1, max_size=9)
 
 
 def plain_counts(sources: np.ndarray, number: int) -> np.ndarray:
-    """Count the rows of each source up to and including every position."""
+    """Count the rows of each source up to every position."""
     return np.cumsum(sources[:, None] == np.arange(number), axis=0)
 
 
@@ -133,7 +133,7 @@ def test_random_sources_use_the_position_of_the_mix():
 
 @pytest.mark.parametrize("spread", [0.2, 1.0])
 def test_trained_tokens_are_within_half_a_percent_of_their_shares(spread):
-    """Average row sizes of the sources differ by a factor of six, and sizes vary within each source."""
+    """The average row sizes of the sources differ by a factor of six."""
     draw = np.random.default_rng(7)
     sizes = {
         name: draw.lognormal(np.log(mean), spread, count).astype(np.int64) + 1

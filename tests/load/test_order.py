@@ -1,4 +1,4 @@
-"""Orders, compared with plain Python arithmetic that shares no code with them."""
+"""Orders, compared with plain Python arithmetic."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def stream(key: int, number: int) -> int:
 
 
 def plain_feistel(count: int, seed: int, position: int) -> int:
-    """Compute one position at a time with Python integers."""
     height = next(n for n in range(1, count + 1) if n * n >= count)
     width = (count + height - 1) // height
     keys = [stream(splitmix(seed), number) for number in range(8)]

@@ -1,6 +1,6 @@
 """Loading for post-training, compared token by token with the specification in plain Python.
 
-The oracle represents markers, blocks and masks as lists of tokens, and shares no code with the implementation.
+The oracle represents markers, blocks and masks as lists of tokens, and shares no code with chatmill.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ ID = dict(zip(MARKERS, (IDS[key] for key in ("sys", "usr", "asst", "eot", "eos")
 
 
 def tokens_of(text: str) -> list:
-    """Split a text into markers and bytes."""
     pieces = re.split(r"(<\|(?:SYSTEM|USER|ASSISTANT|END|EOS)\|>)", text)
     return [token for piece in pieces for token in ([piece] if piece in MARKERS else piece.encode())]
 
 
 def spans_of(tokens: list) -> list[tuple[str, int, int, bool]]:
-    """Return (marker, start, stop, is_closed) of each span; another marker or EOS ends a span without closing it."""
+    """Return (marker, start, stop, is_closed) of each span. Another marker or EOS ends a span without closing it."""
     spans: list[tuple[str, int, int, bool]] = []
     opener, start = None, 0
     for at, token in enumerate([*tokens, EOS]):
@@ -53,7 +52,7 @@ def spans_of(tokens: list) -> list[tuple[str, int, int, bool]]:
 
 
 def mask_of(block: list) -> list[bool]:
-    """Compute the loss mask of one block by the rules for loss masking."""
+    """Compute the loss mask of one block."""
     mask, at = [False] * len(block), 0
     while at < len(block):
         stop = block.index(EOS, at) if EOS in block[at:] else len(block)
@@ -70,7 +69,7 @@ def mask_of(block: list) -> list[bool]:
 
 
 def blocks_of(documents: list[list], size: int) -> list[list]:
-    """Split documents into blocks by the rules for block boundaries; each document is one conversation without EOS."""
+    """Split documents into blocks; each document is one conversation without EOS."""
     blocks: list[list] = [[]]
     for document in documents:
         spans, at = spans_of(document), 0
@@ -92,7 +91,6 @@ def blocks_of(documents: list[list], size: int) -> list[list]:
     return [block + [EOS] * (size - len(block)) for block in blocks if block]
 
 
-# Random sequences of markers and text.
 
 PARTS = [*MARKERS, END, END, USER, ASSISTANT, " ", "\n", "a", "bcd", f"{USER}q{END}", f"{ASSISTANT}yes{END}"]
 EXCHANGE = f"{USER}q{END}{ASSISTANT}a{END}"
@@ -106,7 +104,6 @@ def conversations(texts: list[str]) -> list[list]:
 
 
 def build(folder: Path, texts: list[str], **options) -> Path:
-    """Build a dataset of transcripts, one JSON string per line."""
     (folder / "in.txt").write_text("".join(json.dumps(text) + "\n" for text in [*texts, EXCHANGE]))
     source = InputSource((str(folder / "in.txt"),), shape="transcript-lines")
     prepare_dataset(Job((source,), format="post-training", **options), folder / "data", overwrite=True)
@@ -160,14 +157,13 @@ def test_rows_that_are_not_blocks_follow_the_same_rules(tmp_path_factory, texts,
         row = [names.get(id, id) for id in rows.ids[start:stop].tolist()]
         mask, right = rows.mask()[start:stop].tolist(), mask_of(row)
         if fit == "windows":
-            # Windows overlap: tokens that an earlier window trains are not trained again.
+            # Windows overlap. Tokens in the mask of an earlier window are not trained on again.
             assert not any(trained and not may for trained, may in zip(mask, right, strict=True))
         else:
             assert mask == right
         assert any(mask)
 
 
-# Datasets that are refused.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Data readers that a loader refuses, with stand-ins for the libraries; tests/trainers uses the real libraries."""
+"""Data readers that a loader rejects, with stand-ins for the libraries; tests/trainers uses the real libraries."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ def dataset(tmp_path_factory):
 
 @pytest.fixture
 def library(monkeypatch):
-    """Return a function that creates a stand-in module for a library."""
-
     def made(name: str, source: str) -> ModuleType:
         module = ModuleType(name)
         exec(source, vars(module))  # noqa: S102

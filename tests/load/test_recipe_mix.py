@@ -67,7 +67,6 @@ def build(job: Job, target: Path | Url, *, workers: int = 1, **options: Any) -> 
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the hash of every file of a dataset, by path."""
     paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
@@ -96,7 +95,6 @@ def folder(tmp_path_factory) -> Path:
 
 
 def job_of(folder: Path, sources: dict[str, dict[str, Any]] | None = None, **keys: Any) -> Job:
-    """Make a job of several sources, each with its own keys."""
     given = sources or {name: {} for name in ROWS}
     inputs = tuple(InputSource((str(folder / f"{name}.jsonl"),), name=name, **own) for name, own in given.items())
     return Job(inputs, **{"shard_tokens": 2_000, **keys})
@@ -107,7 +105,6 @@ def loader(path: Path | Url, *, rank: int = 0, world_size: int = 1, **changes: A
 
 
 def texts(path: Path, name: str) -> Counter[bytes]:
-    """Count how often each row occurs in a source."""
     episodes = open_dataset(path).of_source(name)["train"]
     return Counter(episodes.tokens(number).tobytes() for number in range(len(episodes)))
 

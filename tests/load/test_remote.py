@@ -1,4 +1,4 @@
-"""Datasets at URLs give the same batches as the local dataset, with a cache of any size."""
+"""Datasets at URLs give the same batches as local datasets, with a cache of any size."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def copied(folder: Path, url: Url, *, by_hash: bool = True) -> Url:
 
 
 def train_files(folder: Path) -> set[FileInfo]:
-    """Return the files that train batches are read from: all except the mask, which is derived from spans."""
+    """Train batches are not read from the mask, which is derived from spans."""
     files = listed_files(read_metadata(folder))
     return {info for name, info in files if name.startswith("train/") and not name.endswith("mask.bin")}
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory) -> Path:
-    """Return a folder of two datasets with several shards each, which are also at the URL `ROOT`."""
+    """Write two datasets with several shards, to a local folder and to `ROOT`."""
     folder = tmp_path_factory.mktemp("local")
     for number, name in enumerate(("one", "two")):
         write_rows(folder / name, {"train": talks(number, 53 - number), "val": talks(9 + number, 20)})
@@ -72,7 +72,6 @@ def settings(tmp_path, monkeypatch):
 
 
 def both(local: Path, case: dict[str, Any]) -> tuple[str, str]:
-    """Return the local path and the URL for a config."""
     name = "" if "mix_sft" in case else "/one"
     return f"{local}{name}", f"{ROOT}{name}"
 
@@ -157,7 +156,7 @@ def test_a_cache_smaller_than_the_dataset_gives_equal_batches_and_one_warning(lo
     kept = sum(path.stat().st_size for path in (tmp_path / "cache" / "objects").iterdir())
     largest = max(info.size for _, info in listed_files(read_metadata(local / "one")))
     assert kept <= 2000 + largest
-    # A memory map would keep an evicted file on disk, so evicted files must not stay mapped.
+    # A memory map would keep an evicted file on disk.
     episodes = loader.plan("train").reader.shards[0][0]
     episodes.drop_evicted()
     assert not any(file.is_removed() for files in episodes._mapped.values() for file in files)

@@ -50,7 +50,7 @@ def places(tmp_path_factory) -> dict[bool, Path]:
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch):
-    """Use windows of a few rows, so that batches cross window boundaries, and build few batches at once."""
+    """Small windows make batches cross window boundaries."""
     monkeypatch.setattr("chatmill.load.plan.WINDOW", 20)
     monkeypatch.setattr("chatmill.load.plan.BLOCK", 7)
     monkeypatch.setattr("chatmill.load.batch_builder.LOOKUP_BATCHES", 2)
@@ -79,7 +79,7 @@ class Ranks:
     def state(self) -> Any:
         first, *others = (loader.state_dict() for loader in self.loaders)
         assert all(other == first for other in others)
-        # Convert the state to JSON and back, as a checkpoint does.
+        # A checkpoint stores the state as JSON.
         return json.loads(json.dumps(first))
 
     def load(self, state: Any) -> Ranks:

@@ -17,7 +17,7 @@ token_ = st.tuples(st.integers(0, 9), st.booleans(), st.integers(0, 2))
 
 
 def one_row(row: list[tuple[int, bool, int]]) -> Rows:
-    """Return one row of tokens, each given with its mask and segment."""
+    """Each token is given as (id, mask, segment)."""
     sizes = [len(list(tokens)) for _, tokens in groupby(row, key=lambda token: token[2])]
     ids, trained, _ = zip(*row, strict=True)
     apart = rows_from_mask(np.array(ids, dtype=np.uint32), np.array(trained), sizes)

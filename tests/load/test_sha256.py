@@ -1,5 +1,4 @@
-"""`_sha256.h` hashes two messages at a time, with the same results as hashlib, for every instruction set that it
-supports.
+"""`_sha256.h` gives the same hashes as hashlib on every supported instruction set.
 
 The tests need a C compiler and, on machines other than x86-64, `gcc-x86-64-linux-gnu` and `qemu-user`.
 """
@@ -38,7 +37,7 @@ def test_hashes_are_those_of_hashlib(name, tmp_path):
     source = Path(__file__).with_name("sha256.c")
     subprocess.run([*compiler, *SANITIZED, f"-I{NATIVE}", source, "-o", program], check=True, timeout=300)
     rng = random.Random(1)
-    # Include the sizes just below and above those at which padding needs another block.
+    # Padding needs another block at some of these sizes.
     sizes = [0, 1, 54, 55, 56, 57, 63, 64, 65, 118, 119, 120, 128, 1000, 20_000]
     pairs = [(rng.randbytes(one), rng.randbytes(two)) for one in sizes for two in sizes]
     pairs += [(rng.randbytes(rng.randrange(600)), rng.randbytes(rng.randrange(600))) for _ in range(200)]

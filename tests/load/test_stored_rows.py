@@ -1,4 +1,4 @@
-"""The C extension builds the same rows and counts as numpy, and refuses inconsistent spans."""
+"""The C extension builds the same rows and counts as numpy, and rejects inconsistent spans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(_batch is None, reason="the C extension is not b
 
 
 def both(loader, episodes, first):
-    """Build the same rows with the C extension and with numpy."""
     plan, rows = loader.plan("train"), Window(np.array(episodes, dtype=np.int64), np.array(first, dtype=np.int64))
     assert type(look_up(plan, rows)).__name__ == "StoredRows"
     return [table.build(0, rows.num_rows, hashed_rows(rows)) for table in (look_up(plan, rows), row_table(plan, rows))]
@@ -94,8 +93,7 @@ def test_rows_of_uint16_ids_caches_and_other_programs_equal_those_of_numpy(tmp_p
         loader = EpisodeLoader(target, {**config, "token_dtype": "uint16"}, tensors=False)
         mine, other = both(loader, [7, 31, 2, 39, 0], [0, 1, 3, 5])
         assert_equal(mine, other)
-        # Equality could hold for empty rows, so check the token counts; test_batches.py compares all values with an
-        # oracle.
+        # Empty rows would be equal too, so check the token counts. test_batches.py compares all values with an oracle.
         assert mine.counts[:, 1].tolist() == [len(episodes[7]), len(episodes[31] + episodes[2]),
                                               len(episodes[39] + episodes[0])]  # fmt: skip
 

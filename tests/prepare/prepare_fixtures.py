@@ -1,4 +1,4 @@
-"""A small corpus in several file formats, jobs that read it, and functions to inspect the datasets."""
+"""A small corpus in several file formats, and jobs that read it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ engine.run_unit = lambda unit, *args: time.sleep(3600) if unit.name != "a.jsonl"
 
 
 def conversations(count: int, seed: int = 1) -> list[dict[str, Any]]:
-    """Return short and long conversations; some have no answer and some are duplicates."""
+    """Return short and long conversations. Some have no answer, and some are duplicates."""
     rng = random.Random(seed)
 
     def text(most: int) -> str:
@@ -73,9 +73,7 @@ def lines(records: list[dict[str, Any]]) -> bytes:
 
 
 def write_corpus(folder: Path, count: int = 900) -> tuple[str, ...]:
-    """Write one third of the conversations each as JSONL, compressed JSONL and a JSON array, and repeat some in a
-    fourth file.
-    """
+    """Write a third of the conversations to each of three file formats, and repeat some in a fourth file."""
     records, third = conversations(count), count // 3
     (folder / "a.jsonl").write_bytes(lines(records[:third]))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines(records[third : 2 * third]), mtime=0))
@@ -93,7 +91,6 @@ def build(job: Job, target: Path, *, workers: int = 1, **options: Any) -> Metada
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file of a dataset, by path."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -102,7 +99,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def left_beside(target: Path) -> list[str]:
-    """Return the names of temporary files and folders of a build that remain next to the target."""
+    """Return the names of temporary files and folders that remain next to the target."""
     return sorted(path.name for path in target.parent.glob(f".{target.name}.*"))
 
 
@@ -112,7 +109,6 @@ def stored_rows(folder: Path, split: str) -> Rows:
 
 
 def told(rows: Rows) -> Iterator[tuple[Any, ...]]:
-    """Yield the origin, ids, weights and spans of each conversation of each row."""
     rows.check()
     weights = rows.weights()
     for segment, origin in enumerate(rows.origins):
@@ -129,7 +125,7 @@ def told(rows: Rows) -> Iterator[tuple[Any, ...]]:
 
 
 def assert_equal(one: Rows, other: Rows) -> None:
-    """Check that the rows are equal; file numbers may differ if they refer to the same files."""
+    """File numbers may differ if they refer to the same files."""
     assert list(told(one)) == list(told(other))
     assert np.array_equal(one.first_segment, other.first_segment)
 

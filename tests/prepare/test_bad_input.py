@@ -22,14 +22,12 @@ from chatmill.tokenizer import train_bpe
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
-    """Change to a folder that contains a few conversations."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chat.jsonl").write_bytes(lines(conversations(30)))
     return tmp_path
 
 
 def everything(folder: Path) -> list[tuple[str, int]]:
-    """Return all files and folders below a folder, with their sizes."""
     return sorted((str(path), path.lstat().st_size if path.is_file() else 0) for path in folder.rglob("*"))
 
 
@@ -277,7 +275,6 @@ def test_flags_that_belong_in_the_recipe_are_refused(place, monkeypatch, capsys)
     assert (code, line) == (2, "--pack, --val-split cannot be used with a recipe; set it in recipe.toml instead")
 
 
-# Faults and rejects are reported in input order.
 
 
 @pytest.fixture

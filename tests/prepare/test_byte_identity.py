@@ -94,7 +94,6 @@ def test_the_folder_of_the_input_does_not_change_a_byte(tmp_path, inputs):
 
 
 def test_many_units_need_few_open_files(tmp_path):
-    """Build a dataset of thousands of units with a low limit on open files."""
     import resource
 
     inputs = write_corpus(tmp_path)

@@ -1,6 +1,4 @@
-"""If the input changes during a build, or between an interrupted build and --resume, the change is detected, and old
-and new input are never mixed.
-"""
+"""Input that changes during a build, or before --resume, is detected, and old and new input are never mixed."""
 
 from __future__ import annotations
 
@@ -33,12 +31,11 @@ UNIT_BYTES = 1_000
 
 
 def job_of(inputs: tuple[str, ...], **options: Any) -> Job:
-    """Return a job that detects the shape of its inputs."""
     return Job((InputSource(inputs),), **options)
 
 
 def file_of(kind: str, word: str, count: int = 40) -> bytes:
-    """Return a file with this word in each conversation; words of equal length give files of equal size."""
+    """Words of equal length give files of equal size."""
     records = [
         {"messages": [{"role": "user", "content": f"q{n:05d}"}, {"role": "assistant", "content": word * 9}]}
         for n in range(count)
@@ -102,7 +99,6 @@ KINDS = (".jsonl", ".jsonl.gz", ".json", ".txt", ".parquet")
 @pytest.mark.parametrize("changed_by", [write, replace])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume_detects_changed_bytes_with_the_same_size_and_time(tmp_path, kind, changed_by):
-    # The build is interrupted before it reads the last file.
     first, last = tmp_path / f"a{kind}", tmp_path / "b.jsonl"
     write(first, file_of(kind, "old"))
     write(last, file_of(".jsonl", "old"))
@@ -198,12 +194,11 @@ def test_a_file_that_changes_while_the_build_runs_stops_it(tmp_path, monkeypatch
     if moment == "after a unit":
         options["on_progress"] = after(2, lambda: changed_by(path, data))
     else:
-        # Change the file when the renderer is opened, which is after planning and before the first unit.
+        # The renderer is opened after planning and before the first unit.
         renderer = pipeline.job_renderer(job)
         monkeypatch.setattr(pipeline, "job_renderer", lambda job: [changed_by(path, data), renderer][1])
     if (change, moment) in (("other bytes", "before the first unit"), ("another file", "before the first unit")):
-        # The lines of the new file have the same lengths and all units read it, so the build succeeds with the new
-        # content.
+        # The lines of the new file have the same lengths and all units read it, so the build succeeds.
         prepare_dataset(job, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, **options)
         monkeypatch.undo()
         build(job, tmp_path / "whole")
@@ -289,7 +284,7 @@ def test_a_read_log_covers_exactly_the_bytes_that_were_read(tmp_path_factory, da
     path.write_bytes(data)
     log = ReadLog()
     with LoggedFile(path, log) as file:
-        # Reads start within the file, as those of all readers do.
+        # All readers start within the file.
         reads = [(start % (len(data) + 1), count) for start, count in reads]
         for start, count in reads:
             file.seek(start)

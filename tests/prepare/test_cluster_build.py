@@ -1,4 +1,4 @@
-"""A cluster build with staged objects and shards written by tasks, all run in this process.
+"""A cluster build whose tasks all run in this process.
 
 `test_ray_nodes` runs the tasks on Ray nodes without a shared file system.
 """

@@ -1,4 +1,4 @@
-"""Duplicates and near-duplicates, compared with normalized texts and with a brute-force search over all pairs."""
+"""Duplicates and near-duplicates, compared with normalized texts and with all pairs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ CONVERSATION = st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"
 
 
 def plain(conversation: list[tuple[str, str]]) -> tuple[Any, ...]:
-    """Return the roles and normalized texts of a conversation."""
     return tuple((role, " ".join(unicodedata.normalize("NFKC", text).lower().split())) for role, text in conversation)
 
 
@@ -52,7 +51,6 @@ def conversation(*texts: str) -> dict[str, Any]:
 
 
 def kept_lines(dataset: Path) -> list[tuple[str, int]]:
-    """Return the file and line of each conversation in a dataset."""
     rows = stored_rows(dataset, "train")
     return [(rows.files[origin["file"]].path, int(origin["line"])) for origin in rows.origins]
 
@@ -62,7 +60,6 @@ def near_job(*files: Path, **options: Any) -> Job:
     return Job(sources, **{"near_dedupe": 0.8, "format": "primer", **options})
 
 
-# Comparison with an exact search over all pairs.
 
 THRESHOLD = 0.8
 RNG = random.Random(8)
@@ -70,9 +67,7 @@ WORDS = ["".join(RNG.choices("abcdefghijklmnopqrstuvwxyz", k=RNG.randint(3, 9)))
 
 
 def corpus(count: int) -> list[dict[str, Any]]:
-    """Return conversations of 20 to 60 words; half of them are copies of others, with up to about half of the words
-    changed.
-    """
+    """Return conversations of 20 to 60 words. Half of them are copies of others with some words changed."""
     rng, texts = random.Random(5), list[list[str]]()
     for _ in range(count):
         if texts and rng.random() < 0.5:
@@ -141,7 +136,6 @@ def test_near_duplicates_match_a_search_over_all_pairs_up_to_estimation_error(tm
     assert clear <= removed <= possible
 
 
-# Which records are kept.
 
 
 @pytest.mark.parametrize("options", [{"fit": "windows", "max_tokens": 300}, {"unroll": True}])

@@ -1,4 +1,4 @@
-"""Workers are forked only if no other Python thread runs; otherwise a new process forks them, with the same result."""
+"""Workers are forked only if no other Python thread runs; otherwise a new process forks them."""
 
 from __future__ import annotations
 
@@ -79,9 +79,7 @@ build(job_of(("a.jsonl", "b.jsonl", "c.jsonl")), "x", workers=2)
 
 @pytest.fixture
 def held(tmp_path):
-    """Start a program that has a second thread and whose build blocks at its second unit; yield the program and its
-    descendants.
-    """
+    """Start a program with two threads whose build blocks at its second unit; yield the program and its descendants."""
     (tmp_path / "a.jsonl").write_bytes(lines(conversations(20)))
     for name in ("b.jsonl", "c.jsonl"):
         (tmp_path / name).write_bytes(lines(conversations(1)))
@@ -97,13 +95,12 @@ def held(tmp_path):
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the ids of all descendants of a process."""
     children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return children + [below for child in children for below in descendants(child)]
 
 
 def wait_for_end(pids: list[int]) -> None:
-    """Poll until all processes have ended; they are not children of this process."""
+    """The processes are not children of this process, so they must be polled."""
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         time.sleep(0.02)
 
@@ -150,7 +147,7 @@ def test_a_process_killed_while_writing_a_shard_is_reported_in_one_line(tmp_path
 def test_a_shard_that_cannot_be_written_is_an_error_with_its_file(tmp_path, monkeypatch, request):
     if not may_fork(request):
         return
-    # Use only the first file: the others cannot be split into small units.
+    # The other files cannot be split into small units.
     job = job_of(write_corpus(tmp_path, 2_000)[:1], shard_tokens=20_000)
     build(job, tmp_path / "one")
     monkeypatch.setattr(pipeline, "FORKED_TOKENS", 0)

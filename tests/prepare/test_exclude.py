@@ -1,4 +1,4 @@
-"""--exclude leaves out the listed records, counts them by reason, and lists them in removed.jsonl."""
+"""--exclude removes the listed records, counts them by reason, and lists them in removed.jsonl."""
 
 from __future__ import annotations
 

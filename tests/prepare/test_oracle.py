@@ -62,9 +62,7 @@ def expected(job: Job, ledger: Ledger) -> dict[str, list[Rows]]:
 
 
 def unrolled(record: Record, renderer: TurnRenderer, ledger: Ledger) -> Rows:
-    """Return one row per answer, in which only that answer is trained; message weights are ignored, because the corpus
-    has none.
-    """
+    """Return one row per answer, in which only that answer is trained on. The corpus has no message weights."""
     answers = [number for number, message in enumerate(record.messages) if message.role == "assistant"]
     rows, until, repeated = [], -1, 0
     for answer in answers or [len(record.messages) - 1]:
@@ -92,7 +90,6 @@ FIELDS = ("ids", "spans", "first_span", "origins", "first_segment")
 
 
 def counted(ledger: Ledger) -> dict:
-    """Return the ledger without the `stored` counts."""
     return {bucket: counts for bucket, counts in ledger.to_json().items() if bucket != "stored"}
 
 
@@ -123,7 +120,7 @@ def test_a_dataset_equals_its_records_rendered_and_truncated_one_at_a_time(tmp_p
 
 
 def assert_blocks_equal(one: Rows, other: Rows) -> None:
-    """Check that blocks are equal; files of origin are not compared, because padding has none."""
+    """Padding has no file of origin, so files are not compared."""
     for field in ("ids", "spans", "first_span", "first_segment"):
         assert np.array_equal(getattr(one, field), getattr(other, field)), field
     for column in ("line", "key"):

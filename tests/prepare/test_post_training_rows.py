@@ -1,6 +1,4 @@
-"""Whole and truncated rows in the post-training format: which tokens are not trained, and how the ledger counts
-them.
-"""
+"""Whole and truncated rows in the post-training format, and how the ledger counts them."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ LETTERS |= {"<|usr|>": "U", "<|asst|>": "A", "<|eot|>": "E"}
 
 
 def build(folder: Path, *texts: str, **options) -> tuple[list[str], dict[str, tuple[int, int]]]:
-    """Return each row with `*` under its trained tokens, and the rows and tokens that the ledger notes or drops."""
+    """Return each row with `*` under the tokens in its mask, and the counts of the ledger."""
     (folder / "in.txt").write_text("".join(json.dumps(text) + "\n" for text in texts))
     source = InputSource((str(folder / "in.txt"),), shape="transcript-lines")
     metadata = prepare_dataset(Job((source,), **{"format": "post-training", **options}), folder / "data")
@@ -83,7 +81,7 @@ def test_in_blocks_records_without_markers_are_masked(tmp_path):
         ("tail", "long", {"answer_incomplete_user": (0, 6), "no_trained_tokens": (1, 8)}),
         ("tail", "much too long", {"answer_cut": (1, 8), "answer_unfinished": (0, 7), "no_trained_tokens": (1, 8)}),
         ("turns", "much too long", {"answer_cut": (1, 8), "answer_unfinished": (0, 7), "no_trained_tokens": (1, 8)}),
-        # A window that contains only part of an answer does not train it.
+        # The mask of a window excludes an answer that the window contains only in part.
         ("windows", "too long", {"answer_cut": (3, 24), "answer_unfinished": (0, 20), "no_trained_tokens": (3, 24)}),
     ],
 )

@@ -1,6 +1,6 @@
-"""Answers with `train_ranges`: no truncation mode trains a character that a range excludes.
+"""Answers with `train_ranges`: with every truncation mode, the mask leaves out characters that a range excludes.
 
-In these conversations the ranges exclude every x and nothing else, so a trained x is an error.
+In these conversations the ranges exclude every x and nothing else, so an x in the mask is an error.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def corpus(folder: Path, count: int = 30) -> tuple[str, ...]:
 
 
 def trained(rows: Rows, character: int) -> int:
-    """Return how many tokens of this character are trained."""
+    """Return the number of tokens of this character in the mask."""
     return int(((rows.ids == character) & (rows.weights() > 0)).sum())
 
 

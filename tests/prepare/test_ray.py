@@ -1,4 +1,4 @@
-"""A Ray cluster writes the same bytes as one process; `tests/fault_injection` also kills a worker."""
+"""A Ray cluster writes the same bytes as one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ ray = pytest.importorskip("ray")
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A cluster with two workers for all tests of this file."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
@@ -102,7 +101,7 @@ def test_a_full_disk_on_a_worker_is_reported_in_one_line_and_the_units_are_kept(
 def test_the_command_starts_a_cluster_and_ends_it(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(conversations(60)))
     command = [sys.executable, "-c", "from chatmill.cli.main import main; main()", "prepare", "a.jsonl", "--json"]
-    # Use Ray's default, token authentication, which conftest.py disables.
+    # conftest.py disables token authentication, which is Ray's default.
     environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
     hashes = []
     for flags in (["-o", "x", "--engine", "ray", "--workers", "2"], ["-o", "y"]):

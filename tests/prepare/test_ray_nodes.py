@@ -1,7 +1,7 @@
 """A Ray cluster whose nodes share only an object store writes the same bytes as one process.
 
-Each node has its own working, temporary and home folder. An audit hook in every process of a node refuses access to
-the folder of the driver.
+Each node has its own working, temporary and home folder. An audit hook in every process of a node denies access to the
+folder of the driver.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ class Nodes:
         of_head = {"include_dashboard": False, "temp_dir": self._sockets} if number == 0 else {}
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder / "here")
-            # Make chatmill importable on every node.
             patch.setenv("PYTHONPATH", os.pathsep.join([str(folder / "site"), *filter(None, sys.path)]))
             patch.setenv("TMPDIR", str(folder / "tmp"))
             patch.setenv("HOME", str(folder / "home"))
@@ -100,8 +99,7 @@ class Nodes:
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 if own in (entry / "environ").read_bytes().split(b"\0"):
                     marked.add(int(entry.name))
-        # Ray's agents overwrite their environment with their process title, so also include descendants of marked
-        # processes.
+        # Ray's agents overwrite their environment with their process title, so they have no mark.
         while below := {pid for pid, parent in parents.items() if parent in marked} - marked:
             marked |= below
         for pid in marked:
@@ -110,7 +108,6 @@ class Nodes:
         return len(marked)
 
     def logs(self) -> str:
-        """Return the end of the head's logs, for failure messages."""
         files = sorted(Path(self._sockets).rglob("logs/gcs_server*"))
         return "\n".join(f"{file.name}: {file.read_text(errors='replace')[-3000:]}" for file in files)
 
@@ -204,6 +201,6 @@ def test_nodes_without_shared_files_write_the_same_bytes_as_one_process(s3, tmp_
     for sha256 in stored:
         assert hashlib.sha256(read(target / "objects" / sha256)).hexdigest() == sha256
     assert objects.names_below(target / "staging") == []
-    # This process transfers only the heads of staged objects and the metadata, no tokens and no spans.
+    # This process transfers no tokens and no spans, only the heads of staged objects and the metadata.
     assert 0 < sum(moved) < 0.05 * sum(stored.values())
     assert sorted(path.name for path in driver.iterdir()) == ["a.jsonl", "b.jsonl", "one"]

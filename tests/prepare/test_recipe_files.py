@@ -1,4 +1,4 @@
-"""Recipe files: YAML and TOML, names of sources, and one-line errors."""
+"""Recipe files in YAML and TOML."""
 
 from __future__ import annotations
 

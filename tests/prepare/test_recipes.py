@@ -46,8 +46,6 @@ NAMES = ("chat", "share", "alpaca", "dolly", "tree")
 
 @dataclass
 class Conversation:
-    """A conversation, and the file and line that contain it."""
-
     source: str
     file: str
     line: int
@@ -64,7 +62,7 @@ class Conversation:
 
     @property
     def trained(self) -> int:
-        """Number of trained tokens: the text of each answer and its end token."""
+        """The mask contains the text of each answer and its end token."""
         return sum(len(text.encode()) + 1 for role, text in self.turns if role == "assistant")
 
 
@@ -72,7 +70,7 @@ class Conversation:
 
 
 def corpus(seed: int) -> list[Conversation]:
-    """Return conversations; some fail a filter, and some are exact or near duplicates of others in any source."""
+    """Some conversations fail a filter, and some are exact or near duplicates of others."""
     rng = random.Random(seed)
 
     def text(count: int) -> str:
@@ -165,7 +163,6 @@ def write(conversations: list[Conversation]) -> list[Conversation]:
     return sorted(conversations, key=lambda each: (files.index(each.file), each.line))
 
 
-# The expected records.
 
 
 def failed_filter(each: Conversation, identify: Any) -> str | None:
@@ -198,7 +195,7 @@ def shingles(each: Conversation) -> set[bytes]:
 
 
 def expected(conversations: list[Conversation]) -> tuple[list[Conversation], list[dict[str, Any]]]:
-    """Return the kept conversations and the lines of removed.jsonl, both in input order."""
+    """Return the kept conversations and the lines of removed.jsonl, in input order."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     identify = LanguageIdentifier.from_model_file(MODEL_FILE).classify
@@ -223,7 +220,7 @@ def expected(conversations: list[Conversation]) -> tuple[list[Conversation], lis
         group[at] = at
         for other in order[:number]:
             alike = len(sets[at] & sets[other]) / len(sets[at] | sets[other])
-            # No similarity is close to the threshold, where chatmill's estimate could give either result.
+            # Close to the threshold, chatmill's estimate could give either result.
             assert alike > 0.93 or alike < 0.67
             if alike > 0.93 and group[at] == at:
                 group[at] = group[other]

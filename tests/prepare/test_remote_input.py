@@ -1,4 +1,4 @@
-"""The bytes of a dataset do not depend on where its input is stored or into how many pieces it is split."""
+"""The bytes of a dataset do not depend on where its input is stored or how it is split."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_folder_in_memory_gives_the_same_bytes_as_a_local_one_for_any_unit_siz
     options = {"dedupe": True, "val_split": 0.1}
     build(job_of((str(here),), **options), tmp_path / "local")
     expected = digests(tmp_path / "local")
-    # In-memory objects exist in one process only; another test below reads a bucket with several processes.
+    # In-memory objects exist in one process only. Another test below reads a bucket with several processes.
     for number, (folder, unit_bytes, workers) in enumerate(
         [(in_memory, 1 << 22, 1), (in_memory, 1500, 1), (here, 1500, 1), (here, 4000, 2)]
     ):

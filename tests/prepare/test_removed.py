@@ -1,4 +1,4 @@
-"""removed.jsonl lists every removed record with its reason, and is verified like any other file of the dataset."""
+"""removed.jsonl lists every removed record with its reason."""
 
 from __future__ import annotations
 

@@ -35,7 +35,6 @@ class Counting(LocalEngine):
 
 
 def in_a_child(work: Callable[[], object]) -> int:
-    """Run `work` in a child process; return its exit code."""
     [code] = end_children([start_child(work)])
     return code
 
@@ -201,7 +200,7 @@ def workers_of(build: subprocess.Popen[str]) -> list[int]:
 
 
 def until():
-    """Yield forever, with a short pause each time; only the time limit of the test ends the loop."""
+    """Yield forever, with a short pause each time. Only the time limit of the test ends the loop."""
     while True:
         yield
         time.sleep(0.02)

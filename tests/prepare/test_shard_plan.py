@@ -54,7 +54,7 @@ def random_rows(rng: np.random.Generator, count: int) -> Rows:
 
 
 def stage(folder: Path, rng: np.random.Generator, sizes: list[int]) -> tuple[list[StagedFile], list[StagedFile]]:
-    """Return staged files, and the same files represented only by copies of their heads."""
+    """Return staged files, and the same files with only their heads."""
     whole, heads = [], []
     for number, size in enumerate(sizes):
         path, head = folder / f"{number}.rows", folder / f"{number}.head"

@@ -28,7 +28,7 @@ def message(rng: random.Random, role: str) -> dict:
 
 
 def write(path: Path, seed: int, *, bad: float) -> Path:
-    """Write records that use only roles and texts, other valid records, blank lines and invalid records."""
+    """Write plain records, other valid records, blank lines and invalid records."""
     rng = random.Random(seed)
     plain = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     lines = []

@@ -1,4 +1,4 @@
-"""--unroll: one row per answer; each answer is trained once, and the ledger balances."""
+"""--unroll: one row per answer, each answer is trained on once, and the ledger balances."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_conversation_has_a_row_for_each_answer_that_is_trained(roles, weights
     assert made.trailing == len(roles) - stops[-1]
 
 
-# `new_message` does not validate, so tool results may also have weights; they must not be trained twice either.
+# `new_message` does not validate, so tool results may also have weights. They must not be trained on twice either.
 message_ = st.builds(
     new_message,
     role=st.sampled_from(["user", "tool", "assistant", "assistant"]),
@@ -90,7 +90,7 @@ record_ = st.builds(
 
 
 def trained_messages(rows: Rows, row: int) -> dict[int, tuple[list[int], list[float]]]:
-    """Return the trained ids and their span weights for each message of a row."""
+    """Return the ids in the mask and their span weights for each message of a row."""
     one = rows[row : row + 1]
     out: dict[int, tuple[list[int], list[float]]] = {}
     for at, span in enumerate(one.spans):
@@ -193,7 +193,6 @@ def test_the_ledger_balances_for_any_fit_and_each_conversation_is_in_one_split(t
 
 
 def real(rows: Rows) -> Rows:
-    """Return the rows that contain no padding."""
     padded = np.add.reduceat(rows.spans["part"] == Part.PAD, rows.first_span[rows.first_segment[:-1]])
     return rows.take(np.flatnonzero(padded == 0))
 

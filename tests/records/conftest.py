@@ -1,5 +1,3 @@
-"""A fixture that reads the records and errors of a file with given bytes."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -60,7 +60,6 @@ WRONG = [None, True, 0, -1, 1.5, 10**30, "", "x", "\0", "<|USER|>", [], {}, ["x"
 
 
 def broken_value(value, chance: random.Random):
-    """Return the value with one random node replaced, removed, renamed or duplicated."""
     if isinstance(value, dict) and value and chance.random() < 0.85:
         key = chance.choice(list(value))
         deed = chance.random()
@@ -76,7 +75,6 @@ def broken_value(value, chance: random.Random):
 
 
 def broken_bytes(data: bytes, chance: random.Random) -> bytes:
-    """Return the bytes with random bits flipped, or bytes removed, inserted or duplicated."""
     held = bytearray(data)
     for _ in range(chance.randint(1, 3)):
         at = chance.randrange(len(held) + 1)
@@ -97,7 +95,7 @@ def broken_bytes(data: bytes, chance: random.Random) -> bytes:
 
 
 def broken(value, seed: str, count: int) -> list[bytes]:
-    """Return `count` corrupted records: half are corrupted as values, half as bytes."""
+    """Corrupt half of the records as values, and half as bytes."""
     chance = random.Random(seed)
     found = []
     for index in range(count):

@@ -50,7 +50,6 @@ CHATS = [
 
 @pytest.fixture(autouse=True)
 def memory():
-    """An empty in-memory object store."""
     fs = fsspec.filesystem("memory")
     fs.store.clear()
     fs.pseudo_dirs[:] = [""]
@@ -87,7 +86,6 @@ def raise_it(fault):
     raise fault
 
 
-# Kinds of files.
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -407,8 +405,6 @@ def test_a_missing_url_is_reported_in_one_line(name, line):
 
 @pytest.fixture
 def pipe(monkeypatch):
-    """A function that replaces stdin with given bytes."""
-
     def give(data: bytes, *, is_terminal: bool = False) -> None:
         standard_input.remove_standard_input()
         stdin = SimpleNamespace(buffer=io.BytesIO(data), closed=False, isatty=lambda: is_terminal)

@@ -1,4 +1,4 @@
-"""Demo files of LLaMA-Factory, if present: each is read correctly or refused with a reason."""
+"""Demo files of LLaMA-Factory, if present: each is read correctly or rejected with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read(name: str) -> tuple[list[Record], list[RecordError]]:
 
 
 def values(name: str) -> list[dict[str, Any]]:
-    """Return the records as the `json` module reads them; all of these files are arrays."""
+    """All of these files are arrays."""
     records: list[dict[str, Any]] = json.loads((DATA / name).read_text())
     return records
 

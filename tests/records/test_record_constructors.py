@@ -59,7 +59,7 @@ def test_the_constructor_and_the_reader_agree(fields):
     data = json.dumps({"messages": [fields]}).encode()
     read = outcome(lambda: messages.parse(decode_object(data)).messages)
     if isinstance(read, str) and read.startswith("invalid JSON"):
-        # JSON has no NaN or infinity, so the constructor refuses them with a different message.
+        # JSON has no NaN or infinity, so the constructor rejects them with a different message.
         read = outcome(lambda: [Message(**fields)])
         assert isinstance(read, str)
     elif isinstance(read, str):

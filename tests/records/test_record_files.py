@@ -1,4 +1,4 @@
-"""Input files: which are read, and in which order; compression and line endings do not change their records."""
+"""Which input files are read, in which order, and with any compression and line endings."""
 
 from __future__ import annotations
 

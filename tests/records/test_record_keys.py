@@ -1,4 +1,4 @@
-"""Every key of a record is read, refused or reported; no key is ignored."""
+"""Every key of a record is read, rejected or reported; no key is ignored."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ def outcome(shape: str, record: dict[str, Any]) -> Record | RecordError:
 
 
 def with_name(record: dict[str, Any], place: str, key: str, value: Any) -> dict[str, Any]:
-    """Return the record with one key set to `value`, in the record itself or in its last message."""
     copy = json.loads(json.dumps(record))
     owner = copy if not place else copy[place][-1]
     owner[key] = value
@@ -73,7 +72,7 @@ def with_name(record: dict[str, Any], place: str, key: str, value: Any) -> dict[
 
 
 def matters(shape: str, record: dict[str, Any], place: str, key: str) -> bool:
-    """Return whether a key is read: some value of it is refused or changes the record."""
+    """A key is read if some value of it is rejected or changes the record."""
     known = outcome(shape, record)
     for value in (None, True, False, 0, 0.5, "x", [], {}, ["x"], {"x": 1}, [[0, 1, 0]]):
         other = outcome(shape, with_name(record, place, key, value))

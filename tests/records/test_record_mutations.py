@@ -1,4 +1,4 @@
-"""20,000 corrupted records of each shape: each gives a record or one error line, and no other exception."""
+"""Each of 20,000 corrupted records of each shape gives a record or one error line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINE = re.compile(r"a\.(?:jsonl|json|txt)(?:\.gz)?:(\d+)(?: \(id=.*\))?: .+; .+"
 
 
 def read_all(path, data: bytes, shape: str) -> tuple[list[int], list[int]]:
-    """Return the line numbers of the records and of the errors; check that each error has the documented form."""
+    """Return the lines of the records and of the errors; check that each error has the documented form."""
     path.write_bytes(data)
     faults: list[int] = []
 
@@ -45,7 +45,7 @@ def test_each_line_is_a_record_or_one_fault(tmp_path, shape):
     records, faults = read_all(tmp_path / "a.jsonl", b"\n".join(lines), shape)
     wanted = {number for number, line in enumerate(lines, 1) if line.strip()}
     if shape == "transcript":
-        # A line that contains only <|EOS|> is not a conversation.
+        # A line with only <|EOS|> is not a conversation.
         wanted -= {number for number, line in enumerate(lines, 1) if not line.replace(b"<|EOS|>", b"").strip()}
         records = sorted(set(records))
     assert sorted(records + faults) == sorted(wanted)

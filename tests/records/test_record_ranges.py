@@ -1,4 +1,4 @@
-"""`train_ranges` of a message and Axolotl's `train_detail`; invalid ranges are refused in one line."""
+"""`train_ranges` of a message, and Axolotl's `train_detail`."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def test_ranges_are_only_for_assistant_messages_with_one_text(role, key):
 
 @pytest.mark.parametrize("key", ["train_detail", "training_detail"])
 def test_the_example_of_axolotl_is_read_as_axolotl_reads_it(key):
-    # In Axolotl, end_offset is inclusive, and characters outside all ranges are not trained.
+    # In Axolotl, end_offset is inclusive, and characters outside all ranges are not trained on.
     assert [TEXT[a:b] for a, b, weight in read(key, DETAIL).train_ranges if weight] == [" very well"]
     assert read(key, DETAIL).train_ranges == ((0, 9, 0.0), (9, 19, 1.0), (19, 31, 0.0))
     assert read(key, DETAIL[1:2]).train_ranges == ((0, 9, 0.0), (9, 19, 1.0), (19, 31, 0.0))
     assert read(key, DETAIL[1:2], weight=0.5).train_ranges == ((0, 9, 0.0), (9, 19, 0.5), (19, 31, 0.0))
-    # `train=False` overrides all ranges. A message with an empty list of ranges is trained only if it has `train=True`.
+    # `train=False` overrides all ranges. A message with an empty list of ranges is trained on only with `train=True`.
     assert read(key, DETAIL, train=False) == Message("assistant", TEXT, train=False)
     assert read(key, []) == Message("assistant", TEXT, train=False)
     assert read(key, [], train=True) == Message("assistant", TEXT, train=True)

@@ -19,8 +19,6 @@ def record(
 
 @pytest.fixture
 def one(read_bytes):
-    """Read values as lines of one shape; fail if any is rejected."""
-
     def read_values(shape, *values):
         records, faults = read_bytes("\n".join(json.dumps(value) for value in values).encode(), shape=shape)
         assert faults == []

@@ -1,4 +1,4 @@
-"""Transcripts: exact text, incomplete spans and text outside spans, with one record per line or one stream per file."""
+"""Transcripts with one record per line or one stream per file."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_file_that_reads_the_same_in_both_layouts_is_accepted(read_bytes):
 
 def test_three_records_whose_first_line_has_no_answer_are_not_joined(read_bytes):
     system = b"<|SYSTEM|>s<|END|><|USER|>q<|END|>"
-    # The file is clearly one record per line: in a stream, a second system span would start a new conversation.
+    # In a stream, a second system span would start a new conversation, so this file has one record per line.
     data = system + b"\n" + system + b"<|ASSISTANT|>a<|END|>\n" + system + b"<|ASSISTANT|>b<|END|>\n"
     records, _ = read_bytes(data, "a.txt")
     assert [record.line for record in records] == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""Message trees: which path is chosen, how flat messages are grouped, and which errors are reported."""
+"""Message trees: the chosen path, the grouping of flat messages, and errors."""
 
 from __future__ import annotations
 

@@ -59,8 +59,6 @@ class Fault:
 
 @dataclass(frozen=True)
 class Proxy:
-    """A running proxy, whose settings can be changed at any time."""
-
     port: int
     _process: Any = field(repr=False)
 
@@ -73,9 +71,7 @@ class Proxy:
         self._tell({"faults": [asdict(fault) for fault in faults]})
 
     def throttle(self, bandwidth: float = 0.0, *, latency: float = 0.0) -> None:
-        """Limit the bytes per second and delay each response by `latency` seconds; 0 disables the limit or the
-        delay.
-        """
+        """Limit the bytes per second, and delay each response by `latency` seconds; 0 means no limit or no delay."""
         self._tell({"bandwidth": bandwidth, "latency": latency})
 
     def requests(self, *, forget: bool = True) -> list[tuple[str, str, str]]:
@@ -131,8 +127,6 @@ class ConnectionBrokenError(Exception):
 
 
 class Stream:
-    """A socket with a read buffer."""
-
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.buffer = b""
@@ -339,7 +333,7 @@ def run(port: int) -> None:
 
 
 def measure(bandwidth: float = 100e6, size: int = 200 << 20, connections: int = 4) -> float:
-    """Measure the bytes per second received through the proxy from a server that only sends."""
+    """Return the bytes per second received through the proxy from a server that only sends."""
 
     def send(connection: socket.socket) -> None:
         with connection:

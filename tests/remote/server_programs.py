@@ -1,6 +1,6 @@
 """Servers that run in their own process: `python server_programs.py NAME`.
 
-Each server prints its port and exits when its stdin is closed, so it also exits after a crash of the tests.
+Each server prints its port and exits when its stdin is closed, so it also exits if the tests crash.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ children: list[int] = []
 
 
 def end_with_the_tests() -> None:
-    """Exit when the parent process has exited."""
-
     def wait() -> None:
         os.read(0, 1)
         for child in children:
@@ -58,7 +56,7 @@ def moto() -> None:
 
 
 def rclone(folder: str, key: str, secret: str) -> None:
-    """Serve S3 from a folder whose subfolders are buckets; credentials are checked, and conditional writes are not
+    """Serve S3 from a folder whose subfolders are buckets. Credentials are checked; conditional writes are not
     supported.
     """
     program = shutil.which("rclone", path=str(Path(sys.executable).parent)) or "rclone"
@@ -87,7 +85,7 @@ def print_port(server: subprocess.Popen[str]) -> None:
 
 
 def gcs() -> None:
-    """Serve Google Cloud Storage from memory, with any credentials: an emulator, extended with ranges and
+    """Serve Google Cloud Storage from memory, with any credentials. The emulator is extended with ranges and
     preconditions.
     """
     from functools import partial

@@ -1,7 +1,7 @@
 """Object stores on this machine, as fixtures: one server per test process, a new bucket per test.
 
-`s3` (moto) sets the environment as a user would, so that `s3.bucket()` is a URL for every part of chatmill and for the
-processes that a test starts. Fixtures with a wider scope than one test use `s3_server` and `server.in_environment()`.
+`s3` (moto) sets the environment as a user would, so that URLs work in chatmill and in the processes that a test starts.
+Fixtures with a wider scope than one test use `s3_server` and `server.in_environment()`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def started(program: str, *words: str) -> Iterator[int]:
             assert server.stdout is not None
             yield int(server.stdout.readline())
         finally:
-            # Close stdin, so that the process can stop the program it runs; if it were killed, that program would keep
-            # running.
+            # The process stops its own program when stdin is closed. If the process were killed, that program would
+            # keep running.
             assert server.stdin is not None
             server.stdin.close()
             try:
@@ -71,7 +71,7 @@ def forget_connections() -> None:
 
 
 def _forget_connections_of_others(server: Server) -> None:
-    """Drop cached connections only if they go to another server, because reconnecting takes 0.25 seconds."""
+    """Reconnecting takes 0.25 seconds, so connections to the same server are kept."""
     if _settings[-1] != server:
         forget_connections()
     _settings[-1] = server
@@ -100,7 +100,6 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def bucket(self) -> Url:
-        """Create an empty bucket and return its URL."""
         name = f"bucket-{os.getpid()}-{next(_numbers)}"
         if self.scheme == "gs":
             body, headers = json.dumps({"name": name}).encode(), {"Content-Type": "application/json"}
@@ -138,7 +137,7 @@ class Server:
                 import huggingface_hub.constants
 
                 constants, endpoint = huggingface_hub.constants, self.environment["HF_ENDPOINT"]
-                # huggingface_hub reads the environment only when it is imported, so patch its constants.
+                # huggingface_hub reads the environment only when it is imported.
                 template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
                 patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
                 patch.setattr(constants, "ENDPOINT", endpoint)
@@ -164,14 +163,13 @@ def s3_environment(endpoint: str, key: str = "testing", secret: str = "testing")
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[Server]:
-    """Return moto's S3 server, shared by all tests of a process."""
     with started("moto") as port:
         yield Server(port, s3_environment(f"http://127.0.0.1:{port}"))
 
 
 @pytest.fixture
 def s3(s3_server: Server) -> Iterator[Server]:
-    """Return moto's S3 server and set the environment so that its URLs work: `s3.bucket() / "chat.jsonl"`."""
+    """Set the environment so that URLs of moto's S3 server work: `s3.bucket() / "chat.jsonl"`."""
     with s3_server.in_environment():
         yield s3_server
 
@@ -192,7 +190,6 @@ def rclone(rclone_server: Server) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def gs_server() -> Iterator[Server]:
-    """Run a Google Cloud Storage emulator."""
     with started("gcs") as port:
         environment = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}", "FSSPEC_GS_TOKEN": "anon"}
         yield Server(port, environment, "gs", options={"token": "anon"})
@@ -222,7 +219,6 @@ def hf(hf_server: Server) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def web_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run a web server for the files of `folder`."""
     folder = tmp_path_factory.mktemp("web")
     with started("web", str(folder)) as port:
         yield Server(port, {}, "http", folder)
@@ -230,9 +226,7 @@ def web_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def web(web_server: Server) -> Iterator[Server]:
-    """Return a web server: the file `web.folder / NAME` is ENDPOINT/ranges/NAME, /whole/NAME without ranges,
-    /stream/NAME without lengths, and /locked/NAME with a password.
-    """
+    """Return a web server that serves `web.folder / NAME` at the paths listed in `server_programs.web`."""
     with web_server.in_environment():
         yield web_server
 

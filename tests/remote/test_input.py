@@ -1,4 +1,4 @@
-"""Reading records from every store: a file, a glob or a folder, with ranges, row groups and compressed files."""
+"""Reading records from every store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def contents() -> dict[str, bytes]:
 
 
 def folder_of(server: Server) -> Url:
-    """Upload these files and return the URL of their folder."""
     if server.scheme in ("hf", "http"):
         assert server.folder is not None
         for name, data in contents().items():

@@ -46,7 +46,6 @@ def proxy(s3_server):
 
 @pytest.fixture
 def bucket(s3_server, proxy):
-    """Return a bucket behind the proxy."""
     proxy.fail()
     with s3_server.behind(proxy).in_environment():
         yield s3_server.bucket()
@@ -98,7 +97,7 @@ def test_a_conditional_write_with_a_lost_response_succeeds(bucket, proxy, kind):
     proxy.fail(Fault(kind, method="PUT", times=2, after=1))
     write(bucket / "x", b"2", replaces=find(bucket / "x").version)
     assert read(bucket / "x") == b"2"
-    # An object written by an earlier call is reported as existing, although an earlier attempt could have written it.
+    # An earlier attempt of the same call could have written the object, but here an earlier call did.
     proxy.fail(Fault(kind, method="PUT", times=2, after=1))
     with pytest.raises(ExistingObjectError):
         write(bucket / "x", b"2", new=True)
@@ -348,7 +347,7 @@ LIBRARIES = {
 @pytest.mark.parametrize("url", LIBRARIES)
 def test_a_missing_library_is_one_error_line_that_names_the_extra(monkeypatch, url):
     module, extra = LIBRARIES[url]
-    # fsspec remembers imported file systems, so clear its registry to make it import them again.
+    # fsspec remembers imported file systems and would not import them again.
     monkeypatch.setattr(importlib.import_module("fsspec.registry"), "registry", {})
     for name in [name for name in sys.modules if name.split(".")[0] == module or name == "fsspec.implementations.http"]:
         monkeypatch.delitem(sys.modules, name)

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 def serving(answer):
     """Run a server that replies with `answer(request)` or `answer(request, number)`; `asked` lists the requests.
 
-    A reply is (status, body), (status, body, headers), or a function that writes to the connection itself.
+    A reply is (status, body), (status, body, headers), or a function that writes to the connection.
     """
     asked = []
     lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Fixtures for rollout tests: tokenizers with awkward merges, and answers to truncate."""
+"""Tokenizers with awkward merges, and answers to truncate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HURTING = (
 class Toy:
     """A tokenizer whose ids 0 to 255 are bytes, followed by EOS, coordinates, and tokens added on request.
 
-    Text is encoded greedily with `merges`; `token` adds a token for any bytes, so a rollout can be split anywhere.
+    Text is encoded greedily with `merges`. `token` adds a token for any bytes, so a rollout can be split anywhere.
     """
 
     name = "toy"

@@ -79,7 +79,7 @@ def test_every_rollout_gives_a_valid_target(data, seed):
     ids = chopped(TOY, data, seed)
     found = build_target(ids, TRUTH, tokenizer=TOY)
 
-    # The row is valid, and only slots are trained in the prefix.
+    # In the prefix, the mask contains only slots.
     found.rows.check()
     assert found.rows.ids.tolist() == found.ids
     assert found.ids[-1] == EOS and len(found.rows) == 1
@@ -87,7 +87,7 @@ def test_every_rollout_gives_a_valid_target(data, seed):
     in_prefix = slice(0, len(found.prefix_ids))
     assert set(part[in_prefix][mask[in_prefix]].tolist()) <= {int(Part.SLOT)}
 
-    # Kept ids equal those of the rollout; the prefix may end with a part of the rollout's next token.
+    # The prefix may end with a part of the rollout's next token.
     assert found.prefix_ids[: found.kept] == ids[: found.kept]
     if found.fallback is None:
         assert data.startswith(b"".join(map(TOY.piece, found.prefix_ids)))
@@ -143,7 +143,6 @@ def test_a_truncated_answer_keeps_exactly_the_complete_objects(good, cut, seed):
         assert found.fallback == "empty"
 
 
-# Real tokenizers, with rollouts truncated at every token.
 
 CHATML = load_format("chatml")
 

@@ -23,7 +23,6 @@ CAT, DOG, BIRD = thing("cat", 1, 2, 300, 400), thing("dog", 500, 500, 600, 600),
 
 
 def canonical(toy: Toy, text: str) -> list[int]:
-    """Encode a text canonically, with each coordinate as its own token."""
     ids = []
     for at, piece in enumerate(re.split(r"(<\|coord_[0-9]+\|>)", text)):
         ids += [toy.token_id(piece)] if at % 2 else Vocabulary(toy).exact([piece])[0]
@@ -89,9 +88,7 @@ def test_tokens_before_the_border_are_unchanged_and_all_tokens_decode_to_the_tex
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), cut=st.integers(1, 400))
 def test_a_canonical_rollout_has_a_canonical_target(seed, cut):
-    """The target has the same tokens as its whole text when encoded for fine-tuning, whatever merges the tokenizer
-    has.
-    """
+    """The target has the tokens that its text would have in fine-tuning, with any merges."""
     draw = random.Random(seed)
     toy = Toy([merge for merge in HURTING if draw.random() < 0.7])
     found = [box(n + 1, draw.choice(["cat", "bird"]), n, n, n + 99, n + 99) for n in range(3)]

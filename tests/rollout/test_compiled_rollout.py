@@ -76,7 +76,7 @@ def test_ids_are_decoded_up_to_the_first_unknown_id():
     for unknown in (-1, 290, 5000, 2**62, -(2**63)):
         data, start = vocabulary.decode(np.array([97, 300, 98, unknown, 99]))
         assert (data, start.tolist()) == (b"a<|coord_0|>b", [0, 1, 12, 13])
-    # Decode a token that was added after the vocabulary was read.
+    # This token was added after the vocabulary was read.
     new = toy.token(b"new")
     data, start = vocabulary.decode(np.array([new, 97, new]))
     assert (data, start.tolist()) == (b"newanew", [0, 3, 4, 7])

@@ -1,4 +1,4 @@
-"""The rollout loss: values compared with plain numpy one position at a time, gradients, and packed rows."""
+"""The rollout loss, compared with plain numpy."""
 
 from __future__ import annotations
 
@@ -115,7 +115,6 @@ def test_invalid_term_weights_are_refused(wrong):
         TermWeights(**wrong)
 
 
-# Packed rows, with a model whose attention stays within segments.
 
 
 class OneLayer(torch.nn.Module):
@@ -135,7 +134,7 @@ class OneLayer(torch.nn.Module):
 
 
 def loss_of(rows, model, axis):
-    """Return the loss of a model on a batch of rows; labels are shifted, so y is the target of the next token."""
+    """Labels are shifted, so y is the target of the next token."""
     batch = collate(rows, pad_token_id=EOS)
     mask = batch.y != IGNORE_INDEX
     logits = model(*(torch.as_tensor(part) for part in (batch.x, batch.positions, batch.segments)))

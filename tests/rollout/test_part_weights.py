@@ -1,6 +1,4 @@
-"""The weight of each part of a target, and the trained tokens of a rollout that continues after the last true
-object.
-"""
+"""The weight of each part of a target."""
 
 from __future__ import annotations
 

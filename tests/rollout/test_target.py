@@ -1,4 +1,4 @@
-"""Rollout targets: which tokens are kept, which are appended, and which are trained."""
+"""Rollout targets: kept tokens, appended tokens and loss mask."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def toy(request):
     return Toy(request.param)
 
 
-# The canonical sequence of the specification.
 
 
 def test_a_target_is_the_kept_prefix_the_missed_objects_and_the_end(toy):

@@ -1,4 +1,4 @@
-"""Prompts have the same ids in generation and training, and are never trained."""
+"""Prompts have the same ids in generation and training, and are never trained on."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ def test_an_answer_follows_its_prompt_as_the_next_message_of_the_same_conversati
 
 
 def test_the_tokens_of_an_answer_begin_where_a_rendered_answer_begins(renderer):
-    """The text of a rendered answer starts directly after the ids of the prompt."""
     full = Record([*RECORDS[0].messages, Message("assistant", "x")])
     rendered = renderer.render([full]).ids.tolist()
     prompt = prompt_rows(RECORDS[:1], renderer).ids.tolist()

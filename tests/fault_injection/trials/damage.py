@@ -1,4 +1,4 @@
-"""Damage datasets: flip bits, and truncate, swap or remove files. Every damaged dataset must be refused."""
+"""Damage datasets: flip bits, and truncate, swap or remove files. Every damaged dataset must be rejected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fault_injection.trial import Tally, Trial
 
 
 def made(folder: Path, seed: int, *, alike: bool = False) -> Path:
-    """Build a dataset with many shards; with `alike`, all shards of a split have files of the same sizes."""
+    """Build a dataset with many shards; with `alike`, all shards of a split have files of equal sizes."""
     rows = {"train": some_rows(seed, count=60), "val": some_rows(seed + 1, count=20)}
     if alike:
         one, rng = some_rows(seed, count=9), np.random.default_rng(seed)
@@ -36,7 +36,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def at_opening(dataset: Path) -> str:
-    """Return the error message of opening the dataset, or an empty string if it opens."""
+    """Return the error from opening the dataset, or an empty string if it opens."""
     ended = outcome(lambda: open_dataset(dataset).splits)
     return ended.refused or (f"broke: {ended.broke}" if ended.broke else "")
 
@@ -121,7 +121,7 @@ def _differ(one: Path, other: Path) -> bool:
 
 
 def missing(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Remove each file, shard and split, and also replace it with a folder, a dangling link and an empty file."""
+    """Remove each file, shard and split, or replace it with a folder, a dangling link or an empty file."""
     dataset, aside = made(folder, seed), folder / "aside"
     stand_ins: dict[str, Callable[[Path], object]] = {
         "missing": lambda path: None,

@@ -37,7 +37,6 @@ def checkpoints(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def audit_logs(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Flip a bit of an audit log, swap two of its lines, or remove a line."""
     from audit_fixtures import make_dataset, run
 
     from chatmill.audit import verify_log
@@ -47,7 +46,7 @@ def audit_logs(size: int, seed: int, folder: Path, tally: Tally) -> None:
     (log,) = (folder / "logs").glob("*.log")
     head = states[30]["audit"]["head"]
     whole = log.read_bytes()
-    # Change only lines before the last checkpoint, because only these are protected by the saved head.
+    # The saved head protects only the lines before the last checkpoint.
     anchored = whole[: whole.rindex(b"action=checkpoint")]
     for number in range(size):
         lines_of_log, what = anchored.split(b"\n"), f"a bit flipped in the log, {number}"

@@ -2,7 +2,7 @@
 
 The commands run in forked processes. Each call on the command's files (open, read, write, sync, rename, mmap, mkdir,
 remove, close ...) fails in several ways. The command must succeed with the right bytes, or print a one-line error and
-exit with 1; existing data must be intact, and the next command must give the bytes of an uninterrupted run.
+exit with 1. Existing data must stay intact, and the next command must give the bytes of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ALL = 1_000_000
 
 
 def exit_code(*args: str) -> Any:
-    """Run `chatmill` with these arguments in this process; return its exit code."""
+    """Run `chatmill` in this process; return its exit code."""
     argv, sys.argv = sys.argv, ["chatmill", *args]
     try:
         main()
@@ -54,7 +54,7 @@ def exit_code(*args: str) -> Any:
 
 
 def command(place: Path, *args: str) -> Callable[[], Any]:
-    """Return a function that runs `chatmill` in the folder `place` and returns its exit code and standard error."""
+    """Return a function that runs `chatmill` in `place` and returns its exit code and standard error."""
 
     def run() -> Any:
         os.chdir(place)
@@ -77,7 +77,7 @@ def ending(ended: Ended) -> str:
 
 
 def one_line(ended: Ended) -> bool:
-    """Whether a command failed properly, with exit code 1 and a one-line error after its progress lines."""
+    """Whether a command failed with exit code 1 and a one-line error after its progress lines."""
     if ended.value is None or ended.value["code"] != 1:
         return False
     lines = [line for line in ended.value["stderr"].splitlines() if not line.startswith("chatmill: warning: ")]
@@ -157,8 +157,8 @@ class Case:
 
 
 def sweep(cases: Sequence[Case], size: int, seed: int, tally: Tally, kinds: Sequence[str] = KINDS) -> None:
-    """Try the cases with all failures of these kinds of calls, or only with `size` failures, which alternate between
-    the kinds.
+    """Try the cases with all failures of these kinds of calls, or with `size` failures that alternate between the
+    kinds.
     """
     failures: dict[str, list[tuple[Case, Failure, Any]]] = {kind: [] for kind in kinds}
     for case in cases:
@@ -192,7 +192,6 @@ def builds(size: int, seed: int, folder: Path, tally: Tally, *, kinds: Sequence[
     args += ("--rejects", "rejects.jsonl", "--workers")
 
     def started_with(name: str, make: Callable[[], Any], *, killed: bool = False) -> Path:
-        """Return a folder prepared with these commands."""
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(plain, place)
         ended = apart(make)
@@ -204,7 +203,7 @@ def builds(size: int, seed: int, folder: Path, tally: Tally, *, kinds: Sequence[
         files.disk = KilledAt(24)
         return command(place, *args, "1")()
 
-    # Import modules before forking, so that forked processes do not have to.
+    # Modules that are imported before forking need not be imported in each child.
     with redirect_stdout(io.StringIO()):
         assert exit_code("prepare", str(plain / "in/0.jsonl"), "-o", str(folder / "first"), "--workers", "1") == 0
     with_old = started_with("old", command(place, *old_args))
@@ -234,7 +233,9 @@ def builds(size: int, seed: int, folder: Path, tally: Tally, *, kinds: Sequence[
 
 
 def fault_of_builds(place: Path, old: dict[str, str] | None, new: dict[str, str]) -> str:
-    """Return what is wrong after a build: the target must be unchanged or new, and no partial dataset may open."""
+    """Return what is wrong after a build: the target must be the old or the new dataset, and no partial dataset may
+    open.
+    """
     target = place / "x"
     if (digests(target) if target.exists() else None) not in (old, new):
         return "the target is neither the old nor the new dataset"
@@ -296,8 +297,7 @@ def runs(size: int, seed: int, folder: Path, tally: Tally, *, kinds: Sequence[st
 
 
 def came_to(place: Path) -> Any:
-    """Return the weights and optimizer state of the last checkpoint, and the losses of all steps; raise an error if the
-    audit log does not verify.
+    """Return the last checkpoint's weights and optimizer state, and all losses. Raise if the audit log does not verify.
     """
     from chatmill.audit import verify_log
     from chatmill.train.checkpoint import list_checkpoints
@@ -345,7 +345,7 @@ RUNS = Trial(
     in_memory=True,
 )
 
-# A smaller trial, used with planted faults.
+# Smaller trials for planted faults.
 WRITES_OF_BUILDS = replace(BUILDS, work=partial(builds, kinds=("write",)))
 WRITES_OF_RUNS = replace(RUNS, work=partial(runs, kinds=("write",)))
 READS_OF_BUILDS = replace(BUILDS, work=partial(builds, kinds=("read",)))

@@ -1,5 +1,5 @@
-"""Run commands on a disk that becomes full: they must print a one-line error and publish nothing, and with more space
-they must resume to the same bytes.
+"""Run commands on a disk that becomes full. They must print a one-line error, publish nothing, and resume once there is
+space.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ PLENTY = 64 << 20
 
 
 def room_left(place: Path, room: Room | None, free: int, work: Callable[[], Any]) -> Ended:
-    """Run the work in a separate process with limited disk space, on a small file system or with simulated write
-    errors.
-    """
+    """Run the work in a separate process with limited disk space, real or simulated."""
 
     def limited() -> Any:
         if room is None:
@@ -81,9 +79,6 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Run out of space while writing checkpoints or an audit log: the run must stop with a one-line error, and resume
-    to the same result.
-    """
     from train_fixtures import prepare, trained
 
     load_torch()

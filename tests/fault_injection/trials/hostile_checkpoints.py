@@ -1,8 +1,8 @@
-"""Checkpoints changed on purpose, with matching hashes: a run must resume to the same result or refuse with a one-line
+"""Checkpoints changed on purpose, with matching hashes: a run must resume to the same result or stop with a one-line
 error.
 
-Every value of checkpoint.json is replaced with values of other types, and the hash in the file is recomputed. The trial
-also adds unlisted files, replaces listed files with links, FIFOs and folders, and moves the cursors.
+The trial replaces every value of checkpoint.json with values of other types. It also adds unlisted files, replaces
+listed files with links, FIFOs and folders, and moves the cursors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def rewrite(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change checkpoint.json and recompute its hash."""
     path = checkpoint / "checkpoint.json"
     body = json.loads(path.read_bytes())
     del body["sha256"]
@@ -55,7 +54,6 @@ def put(body: dict[str, Any], place: tuple[Any, ...], value: Any) -> None:
 
 
 def wrong_values(state: dict[str, Any], rng: random.Random) -> Iterator[Attack]:
-    """Yield attacks that each replace one value of checkpoint.json with a wrong value."""
     body = {name: value for name, value in state.items() if name != "sha256"}
     for place in places(body):
         for value in rng.sample(VALUES, 4):
@@ -72,9 +70,7 @@ def wrong_values(state: dict[str, Any], rng: random.Random) -> Iterator[Attack]:
 
 
 def moved_cursors() -> Iterator[Attack]:
-    """Yield attacks that move the cursors of the loader, log and run consistently, so that only the audit log on disk
-    differs.
-    """
+    """Yield attacks that move all cursors of a checkpoint consistently, so that only the audit log on disk differs."""
 
     def move(name: str, change: Callable[[int], int]) -> Callable[[dict[str, Any]], None]:
         def edit(body: dict[str, Any]) -> None:
@@ -94,7 +90,6 @@ def moved_cursors() -> Iterator[Attack]:
 
 def wrong_files() -> Iterator[Attack]:
     def state_with(checkpoint: Path, name: str) -> None:
-        """Add a file with AdamW's step counts to the checkpoint."""
         import torch
         from safetensors import safe_open
         from safetensors.torch import save_file

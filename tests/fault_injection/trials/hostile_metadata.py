@@ -1,6 +1,4 @@
-"""Metadata with a correct hash and false content: sizes, counts, paths, numbers out of range. Every value in the
-metadata must be validated before it is used.
-"""
+"""Metadata with a correct hash but false sizes, counts, paths or numbers. Every value must be validated before use."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def lie(data: dict[str, Any], rng: random.Random) -> str:
 
 
 def read_all(dataset: Path) -> dict[str, tuple[bytes, ...]]:
-    """Return all data of every split's rows, except file names, which occur only in the metadata."""
+    """Return all data of all rows, except file names, which occur only in the metadata."""
     opened = open_dataset(dataset)
     rows = {name: opened[name].rows(np.arange(len(opened[name]))) for name in opened.splits}
     return {name: tuple(getattr(found, field).tobytes() for field in FIELDS) for name, found in rows.items()}
@@ -114,7 +112,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         elif any("\n" in line for line in [*ended.value, opened.refused]):
             tally.loses(f"{changed}: the error has more than one line")
         else:
-            # Values that do not affect rows (a name, a config entry) may change freely.
+            # Values that do not affect rows, such as names, may change.
             tally.judge(survived=same or not ended.value, found=True)
 
 

@@ -1,4 +1,4 @@
-"""Model folders made by an attacker: each must be refused with a one-line error, within limits of memory and time.
+"""Model folders made by an attacker: each must be rejected with a one-line error, within limits of memory and time.
 
 Attacks include FIFOs, devices and links instead of files, wrong headers and configs, pickles, and impossible numbers.
 Opening a folder must not hang, use much memory, or execute code from the folder.
@@ -172,7 +172,7 @@ def _code(folder: Path, name: str) -> None:
 
 
 def judge(tally: Tally, folder: Path, what: str, *, harmless: bool) -> None:
-    """Open a model folder as commands do. A change that may be harmless is also accepted if the model opens."""
+    """Open a model folder as commands do. If the change may be harmless, the model may open."""
     from chatmill.train.load_model import check_is_model, open_model
     from chatmill.train.preflight import trained_with
 
@@ -223,8 +223,8 @@ def _in_turn(source: Path, names: tuple[str, ...], rng: random.Random) -> list[t
 
 
 def save_hugging_face(folder: Path) -> Path:
-    """Save a small Qwen3 in a child process, because saving starts a thread. Import the modules that all children need
-    in this process.
+    """Save a small Qwen3 in a child process, because saving starts a thread. All children need the modules imported
+    here.
     """
     from model_fixtures import save_qwen
     from transformers import AutoConfig, AutoModelForCausalLM

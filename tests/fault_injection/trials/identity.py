@@ -1,6 +1,4 @@
-"""Read datasets that are replaced, truncated or only partly copied, or that have many files: the result must be the
-right rows or a one-line error.
-"""
+"""Read datasets that are replaced, truncated or only partly copied, or that have many files."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ BATCHES = 12
 
 
 def rows_judged(tally: Tally, dataset: Any, right: dict[str, Rows]) -> None:
-    """Read all rows of an open dataset: they must be the rows of the dataset with that hash, or reading must fail with
-    a one-line error.
-    """
+    """Read all rows of an open dataset. They must match its hash, or reading must fail with a one-line error."""
     rows = right[dataset.sha256]
     ended = outcome(lambda: equal(dataset["train"].rows(range(len(rows))), rows))
     if ended.value is False:
@@ -46,9 +42,7 @@ def rows_judged(tally: Tally, dataset: Any, right: dict[str, Rows]) -> None:
 
 
 def exchange(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Open and read a dataset while another process keeps swapping it with another one, and read an open dataset after
-    each of three replacements.
-    """
+    """Read a dataset while another process keeps swapping it with another one, and after each of three replacements."""
     x, y = folder / "x", folder / "y"
     right = {}
     for number, path in enumerate((x, y)):
@@ -88,9 +82,7 @@ def batches_of(folder: Path, config: dict[str, Any], count: int, before: Callabl
 
 
 def cut(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Truncate a file under an open loader: reading must give the right batches or a one-line error, never a signal or
-    wrong batches.
-    """
+    """Truncate a file under an open loader. Reading must give the right batches or a one-line error."""
     rng = random.Random(seed)
     write_rows(folder / "whole", {"train": talks(seed, 1500)}, shard_tokens=1 << 20)
     right = batches_of(folder / "whole", CONFIG, 300, lambda number: None)
@@ -131,7 +123,7 @@ def kind_by_kind(files: list[Path], rng: random.Random) -> list[Path]:
 
 
 def shard_by_shard(files: list[Path], rng: random.Random) -> list[Path]:
-    """Return the tokenizer files and, for some shards, only the files that datasets of other programs have too."""
+    """Return the tokenizer files and, for some shards, only the files that other programs write too."""
     shards = sorted(path.parent for path in files if path.name == "tokens.bin")[: rng.randrange(1, 5)]
     state = [path for path in files if path.name == "tokenizer_state.json"]
     return state + [shard / name for shard in shards for name in PLAIN]
@@ -166,15 +158,14 @@ def partial(size: int, seed: int, folder: Path, tally: Tally) -> None:
         if ended.value is not None and ours:
             tally.is_wrong(f"{what} opens with {ended.value[0]} episodes")
         else:
-            # A part with only tokens, masks and indices cannot be distinguished from a dataset written by another
-            # program.
+            # A part with only tokens, masks and indices looks like a dataset written by another program.
             found = bool(ended.refused) and "\n" not in ended.refused
             tally.judge(survived=ended.value is not None, found=found, lost=f"{what}: {ended.broke or ended.refused}")
         shutil.rmtree(part)
 
 
 def descriptors(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Mix sources of many shards with few free file descriptors: the batches must be the same as without a limit."""
+    """Mix sources of many shards with few free file descriptors. The batches must be the same as without a limit."""
     config = {**CONFIG, "batch_size": 40, "mix_sft": {f"s{number}": 1 for number in range(SOURCES)}}
     for number in range(SOURCES):
         write_rows(folder / f"mix/s{number}", {"train": talks(seed + number, size)}, shard_tokens=1)

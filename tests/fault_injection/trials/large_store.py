@@ -1,6 +1,6 @@
 """A dataset larger than the memory limit must be written, opened, read, loaded and verified correctly.
 
-RLIMIT_DATA limits the memory of the process, not counting mapped files, to a small part of the dataset's size.
+RLIMIT_DATA limits the memory of the process to a small part of the dataset's size. Mapped files do not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHARE = 4
 
 
 def slab(number: int) -> Rows:
-    """Return rows that can be recomputed from `number`; half of each row is trained."""
+    """Return rows that can be recomputed from `number`; half of each row is trained on."""
     spans = np.zeros(2 * ROWS, dtype=SPAN)
     spans["length"], spans["target"], spans["part"] = ROW // 2, OWN_ID, Part.CONTENT
     spans["role"] = np.tile([Role.USER, Role.ASSISTANT], ROWS)

@@ -36,7 +36,7 @@ class KilledError(BaseException):
 
 @dataclass
 class Writes:
-    """Records the writes to the store in order: an upload when it ends, any other write when it starts."""
+    """Records the writes to the store: an upload when it ends, any other write when it starts."""
 
     stop: int = 1 << 60
     """Number of the write at which the build stops."""
@@ -47,7 +47,7 @@ class Writes:
 
 @contextmanager
 def watched(writes: Writes) -> Iterator[None]:
-    """Record every write in the `with` block in `writes`, and raise KilledError at write number `writes.stop`."""
+    """Record every write in the `with` block, and raise KilledError at `writes.stop`."""
     upload, write, lock = objects.upload, objects.write, threading.Lock()
 
     def note(url: Url, data: bytes) -> None:
@@ -79,14 +79,12 @@ def watched(writes: Writes) -> Iterator[None]:
 
 
 def stored() -> dict[str, bytes]:
-    """Return all objects in the store."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     return {name: file.getvalue() for name, file in MemoryFileSystem.store.items()}
 
 
 def store(files: dict[str, bytes]) -> None:
-    """Replace the content of the store with these objects."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     MemoryFileSystem.store.clear()
@@ -96,7 +94,7 @@ def store(files: dict[str, bytes]) -> None:
 
 
 def state() -> str:
-    """Return the hash of the dataset if it opens and is valid, "" if no dataset opens, and otherwise the fault."""
+    """Return the hash of a valid dataset, "" if there is none, or the first fault."""
     if objects.find(URL / METADATA) is None:
         return ""
     report = verify_dataset(URL, full=True)
@@ -132,7 +130,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def played_back(writes: Writes, before: dict[str, bytes], allowed: set[str], new: str, way: str, tally: Tally) -> None:
-    """Check the dataset after each of the writes: it must be the old one until the last write, even after `clean`."""
+    """Check the dataset after each write. It must be the old one until the last write, even after `clean`."""
     for count in range(len(writes.made) + 1):
         where = f"{way}, after {count} of {len(writes.made)} writes"
         store(before | {f"/{address.partition('://')[2]}": data for address, data in writes.made[:count]})
@@ -147,7 +145,6 @@ def played_back(writes: Writes, before: dict[str, bytes], allowed: set[str], new
 def resumed(
     total: int, before: dict[str, bytes], job: Job, allowed: set[str], new: str, way: str, tally: Tally
 ) -> None:
-    """Kill a build before each of its writes, and resume it."""
     for stop in range(total):
         store(before)
         with watched(Writes(stop=stop)):
@@ -169,9 +166,7 @@ def resumed(
 
 
 def raced(before: dict[str, bytes], job: Job, other: Job, way: str, tally: Tally, folder: Path) -> None:
-    """Publish another build, as if from another machine, just before a build publishes: one must win, the other must be
-    refused.
-    """
+    """Publish another build just before a build publishes. One must win, and the other must be refused."""
     winner = ""
 
     def elsewhere() -> None:
@@ -211,7 +206,6 @@ TRIAL = Trial(
 )
 
 
-# Damaged objects.
 
 
 def rows_of() -> list[bytes]:

@@ -1,6 +1,4 @@
-"""Run commands on names with control characters, with a standard output that is a closed pipe, a full disk, or
-closed.
-"""
+"""Run commands on names with control characters. Their stdout is a file, a closed pipe, a full disk or closed."""
 
 from __future__ import annotations
 
@@ -143,7 +141,7 @@ def make(folder: Path) -> bool:
 
 def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     rng = random.Random(seed)
-    # Import these modules once instead of in each child.
+    # Otherwise, each child would import these modules.
     app_of()
     assert apart(lambda: make(folder)).value
     for number in range(size):

@@ -134,7 +134,7 @@ def inode(path: Path) -> str:
 
 
 def attempt(do: Callable[[], Any]) -> tuple[str, list[str]]:
-    """Return how a command ended (`done` or its one-line error), and its warnings."""
+    """Return "done" or the command's one-line error, and its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -162,7 +162,6 @@ class Rounds:
         }
 
     def place(self) -> Path:
-        """Build the old dataset in a separate folder."""
         self.number += 1
         target = self.folder / str(self.number) / "x"
         target.parent.mkdir()
@@ -184,7 +183,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     for number in range(min(size, len(chosen) * 4)):
         thing, operation = chosen[number % len(chosen)], rng.choice(operations)
         if thing == "a link instead of a listed file" and operation == "remove":
-            # A link that takes the place of a listed file while it is removed cannot be distinguished from the file.
+            # A link that replaces a listed file while the file is removed cannot be distinguished from it.
             continue
         survives_a_race(rounds, thing, operation, tally, after=rng.random() < 0.5, exchange=number % 3 != 2)
     for number in range(min(size, len(chosen))):

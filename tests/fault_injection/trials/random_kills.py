@@ -1,8 +1,8 @@
 """Kill `chatmill prepare` with SIGKILL at random moments, two builds at a time.
 
-Each build has at least 8 shards and takes at least 5 seconds (1.2 in a short trial); half of the builds replace an
-older dataset. Most kills are spread over the whole build; one in six comes after the metadata is written, during the
-last steps. After every tenth kill and after the last one, the build is resumed.
+Each build has at least 8 shards and takes at least 5 seconds (1.2 in a short trial). Half of the builds replace an
+older dataset. One kill in six comes after the metadata is written; the others are spread over the whole build. After
+every tenth kill and after the last one, the build is resumed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Build:
 
 
 def calibrated(folder: Path, seconds: float) -> Build:
-    """Generate input whose build takes at least this many seconds; return the build with its measured time."""
+    """Generate input whose build takes at least this many seconds."""
     lines, copies = DATA.read_bytes(), 20
     while True:
         (folder / "input.jsonl").write_bytes(lines * copies)
@@ -92,7 +92,7 @@ def killed(build: Build, rng: random.Random, *flags: str, late: bool) -> bool:
 
 def state(build: Build, old: str | None) -> str:
     """Return the state of the target: absent, old, new, or a description of the fault."""
-    # Recover, as the next command would: a replacement may have been killed between two renames.
+    # A replacement may have been killed between two renames. The next command would recover it.
     recover(build.target)
     if not build.target.exists():
         return "absent" if old is None else "the old dataset is gone"
@@ -115,7 +115,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         build = replace(first, folder=folder / f"lane-{number_of_lane}")
         build.folder.mkdir()
         for number in range(number_of_lane, size, AT_ONCE):
-            # Adapt to the speed of the machine: if a build ended before its kill, expect shorter builds.
+            # If a build ended before its kill, expect shorter builds.
             build = replace(build, seconds=build.seconds * (1.005 if one(build, number) else 0.9))
 
     def one(build: Build, number: int) -> bool:
@@ -150,7 +150,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         list(pool.map(lane, range(AT_ONCE)))
     tally.notes["milliseconds per uninterrupted build"] = round(1000 * first.seconds)
     if tally.notes["builds killed before publishing"] < 0.75 * size and size >= 100:
-        # Too many kills came too late to test anything, which is a problem of the trial, not of chatmill.
+        # Too many kills came too late, which is a problem of the trial, not of chatmill.
         tally.broke = "too few builds were killed before they published"
 
 

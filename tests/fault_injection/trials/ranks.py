@@ -1,6 +1,4 @@
-"""Kill one of two ranks: the other must report the loss and exit, and after a restart the run must reach the same
-weights.
-"""
+"""Kill one of two ranks. The other must report the loss and exit, and a restarted run must reach the same weights."""
 
 from __future__ import annotations
 
@@ -38,8 +36,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
 
 
 def two_machines(folder: Path, args: tuple[Any, ...]) -> tuple[int, str, int]:
-    """Run one rank under each of two torchrun processes, as on two nodes; return a combined result like that of
-    `torchrun`.
+    """Run one rank under each of two torchrun processes, as on two nodes; return the result in the form of `torchrun`.
     """
     port = free_port()
     meets = [("--nnodes", "2", "--node-rank", str(node), "--master-port", port) for node in range(2)]
@@ -52,8 +49,10 @@ def two_machines(folder: Path, args: tuple[Any, ...]) -> tuple[int, str, int]:
 def torchrun(
     folder: Path, restarts: int, *args: object, meets: Sequence[str] = ("--standalone", "--nproc-per-node", "2")
 ) -> tuple[int, str, int]:
-    """Run two ranks under torchrun; return its exit code (-1 if it made no progress), its last error, and the number of
-    lines that name a lost rank.
+    """Run two ranks under torchrun; return its exit code, its last error, and the number of lines that name a lost
+    rank.
+
+    The exit code is -1 if torchrun made no progress.
     """
     command = [sys.executable, "-m", "torch.distributed.run", *meets]
     command += ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
@@ -69,7 +68,7 @@ def torchrun(
                 if (now := files_in(folder)) != before:
                     before, at = now, time.monotonic()
         finally:
-            # Kill the whole process group: ranks may still be running, even if torchrun has ended.
+            # Ranks may still be running, even if torchrun has ended.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         if process.wait() == -signal.SIGKILL:
@@ -82,7 +81,6 @@ def torchrun(
 
 
 def files_in(folder: Path) -> list[tuple[str, int, int]]:
-    """Return the size and modification time of every file below a folder."""
     listed = []
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -106,9 +104,7 @@ def one_rank(first: Sequence[Callable[[], None]], args: tuple[Any, ...]) -> None
 
 
 def left_alone(folder: Path, name: str, args: tuple[Any, ...]) -> str:
-    """Run two ranks without torchrun, one of which kills itself; return what is wrong with how the other one ended, or
-    an empty string.
-    """
+    """Run two ranks without torchrun, one of which kills itself; return what is wrong with the exit of the other."""
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     children, outputs = [], [folder / f"{name}-{rank}" for rank in range(2)]
     for rank, output in enumerate(outputs):
@@ -118,7 +114,7 @@ def left_alone(folder: Path, name: str, args: tuple[Any, ...]) -> str:
     victim = args[4]
     children[victim].join()
     survivor = children[1 - victim]
-    # Without detection of the loss, this rank would wait forever.
+    # A rank that does not detect the loss would wait forever.
     survivor.join(PROGRESS_SECONDS)
     ended = survivor.exitcode
     survivor.kill()
@@ -148,8 +144,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     for number in range(size):
         name, at, victim = f"run-{number}", rng.randrange(1, STEPS["max_iters"] - 1), rng.randrange(2)
         args = (data, str(folder), name, at, victim, rng.uniform(0, LATER))
-        # Without torchrun, or on another node, where torchrun does not notice the loss, the other rank must end by
-        # itself. On the same node, torchrun restarts both ranks, or ends and is started again.
+        # Without torchrun, or if the other rank is on another node, the remaining rank must end by itself. On the same
+        # node, torchrun restarts both ranks, or ends and is started again.
         how = ("left alone", "restarted", "ended by torchrun", "on two machines")[number % 4]
         where = f"rank {victim} killed after step {at}, {how}"
         if how == "left alone":

@@ -55,7 +55,7 @@ class Log:
 
 
 def logged_run(log: Path) -> Callable[..., Any]:
-    """Return a function that runs a unit and records it; the second unit of each worker waits until a worker has been
+    """Return a function that runs and records a unit. The second unit of each worker waits until a worker has been
     killed.
     """
 
@@ -103,7 +103,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     build(job, folder / "one")
     right = digests(folder / "one")
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    # Hide the output, because Ray prints many lines about a lost worker.
+    # Ray prints many lines about a lost worker.
     heard, nothing = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)

@@ -1,6 +1,4 @@
-"""Run commands on a read-only file system: every command must print a one-line error, and existing data must stay
-readable.
-"""
+"""Run commands on a read-only file system. Each must print a one-line error, and existing data must stay readable."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         try:
             return str(reweigh_dataset(room / "old", room / "other", train_on="all"))
         except OSError as error:
-            # Report the error as the command line does.
+            # The command line reports the error like this.
             raise DataError(f"{error.filename}: {error.strerror}") from None
 
     refused: dict[str, Callable[[], Any]] = {

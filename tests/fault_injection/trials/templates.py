@@ -1,5 +1,6 @@
-"""Hostile chat templates: they loop, use much memory, access Python internals and fail. Each template must be refused
-with a one-line error within a time limit, and no secret may leak.
+"""Hostile chat templates, which loop, use much memory, access Python internals or fail.
+
+Each must be rejected with a one-line error within a time limit, and no secret may leak.
 """
 
 from __future__ import annotations
@@ -38,13 +39,12 @@ LISTED = [*PRYING, *FAILING, *ENDLESS, *EXHAUSTING]
 
 
 def source(number: int, rng: random.Random) -> tuple[str, bool]:
-    """Return template number `number`, and whether it must be refused."""
+    """Return a template, and whether it must be rejected."""
     if number < len(LISTED):
-        # Access to internals may be refused or give an undefined value, so these templates need not be refused.
+        # Access to internals may be refused or give an undefined value, so these templates need not be rejected.
         return f"{GOOD}{PROMPT}\n{LISTED[number]}", number >= len(PRYING)
     kind = number % 4
     if kind == 0:
-        # A valid template with broken bytes.
         return broken_bytes((GOOD + PROMPT).encode(), rng).decode(errors="replace"), False
     if kind == 1:
         one, other = rng.choice(PRYING), rng.choice(FAILING)
@@ -57,14 +57,14 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     folder = folder / "own"
     folder.mkdir()
     texts = ["The quick brown fox. " * 9]
-    # Run this in a child: training starts threads, and this process forks.
+    # Training a tokenizer starts threads, and this process forks.
     made = apart(lambda: (folder / "tokenizer.json").write_bytes(train_bpe(texts, vocab_size=300, control=CONTROL)))
     assert made.value, made
     (folder / "tokenizer_config.json").write_text(json.dumps({}))
     os.environ["HF_TOKEN"] = TOKEN
-    # Start the template server once, for all forked processes.
+    # All forked processes share one template server.
     start_server()
-    # In a small run, take only some of the fast attacks.
+    # A small run takes only some of the fast attacks.
     quick = [*range(len([*PRYING, *FAILING])), *range(len(LISTED), len(LISTED) + 60)]
     chosen = list(range(size)) if size > len(LISTED) else quick[:: max(1, len(quick) // size)][:size]
     for number in chosen:

@@ -73,9 +73,7 @@ def text_of(rng: random.Random) -> str:
 
 
 def files_tried(size: int) -> list[tuple[str, bytes]]:
-    """Return a tokenizer for each split pattern, and real tokenizers; a short trial uses only the first two
-    patterns.
-    """
+    """Return a tokenizer for each split pattern, and real tokenizers. A short trial uses only two patterns."""
     made = [(name, pre_tokenizer_of(pattern), None) for name, pattern in PATTERNS.items()]
     if size < 10_000:
         made = made[:2]

@@ -46,12 +46,12 @@ class Liar:
 
 
 def mutant(good: dict[str, Any], raw: bytes, rng: random.Random) -> bytes:
-    """Return a tokenizer.json in which a value has another type, or with broken bytes."""
+    """Return a tokenizer.json with broken bytes or with a value of another type."""
     if rng.random() < 0.5:
         return broken_bytes(raw, rng)
     value = broken_value(good, rng)
     if rng.random() < 0.5:
-        # Mutate the model more often: it is the most important part, but deeply nested.
+        # The model is the most important part, but it is deeply nested.
         value = {**good, "model": broken_value(good["model"], rng)}
     return json.dumps(value).replace('"@nest@"', "[" * 50 + "]" * 50).encode()
 
@@ -87,7 +87,7 @@ def mutants(size: int, seed: int, folder: Path, tally: Tally) -> None:
         path.write_bytes(train_bpe(TEXTS, vocab_size=400, control=CONTROL))
         return attempt(path)
 
-    # Run this in a child: training starts threads, and this process forks.
+    # Training a tokenizer starts threads, and this process forks.
     made = apart(make)
     assert made.value == "", made
     raw = path.read_bytes()
@@ -103,7 +103,7 @@ def mutants(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
     for first in range(0, size, AT_ONCE):
         many = [mutant(good, raw, rng) for _ in range(min(AT_ONCE, size - first))]
-        # Use a separate process, because the library may abort.
+        # The library may abort, so it runs in a separate process.
         ended = apart(lambda many=many: some(many), cpu_seconds=300)
         if ended.value is None:
             tally.loses(f"mutants from {first} on: {ended.broke or 'killed'}")

@@ -51,7 +51,6 @@ class Runs:
         run_chatmill("prepare", str(DATA), "-o", str(folder / "data"), "--val-split", "0.1", "--workers", "1")
 
     def train(self, name: str, each_step: Callable[[], object] = lambda: None, **changes: Any) -> None:
-        """Start or resume the run."""
         from chatmill.train.config import TrainConfig
         from chatmill.train.loop import train_model
 
@@ -74,8 +73,8 @@ class Runs:
         return ended
 
     def came_to(self, name: str) -> dict[str, Any]:
-        """Return the hashes of the run's tensors, and its losses; raise an error if the audit log does not verify with
-        the last checkpoint's head.
+        """Return the hashes of the run's tensors, and its losses. Raise if the audit log does not match the last
+        checkpoint.
         """
         import torch
 
@@ -103,7 +102,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     assert not (undisturbed.refused or undisturbed.broke), undisturbed
     stood = 0
     for number in range(size):
-        # All kills together allow fewer steps than the run has, so that it does not end before the last kill.
+        # The run has more steps than all kills allow, so that it does not end before the last kill.
         after, seconds = rng.randint(1, STEPS_A_KILL), rng.uniform(0, LATER)
         if number % 5 == 4:
             after, seconds = 0, rng.uniform(0, 10 * LATER)

@@ -1,6 +1,4 @@
-"""Run two builds of one target at once: one must build, the other must be refused with a one-line error, and their
-files must not mix.
-"""
+"""Run two builds of one target at once: one must succeed, the other must be refused, and their files must not mix."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         build(jobs[0], folder / "whole-a", unit_bytes=UNIT_BYTES)
     build(jobs[1], folder / "whole-b")
     right = [digests(folder / f"whole-{name}") for name in "ab"]
-    # Shorten the time that a build waits for the lock, so that the trial does not wait for each refusal.
+    # Waiting for the lock before each refusal would slow down the trial.
     workplace.PATIENCE = 0.1
     for number in range(size):
         target = folder / str(number) / "x"

@@ -1,6 +1,4 @@
-"""Send valid and hostile requests to a viewer while other connections send only half a request or never read the
-response.
-"""
+"""Send requests to a viewer while other connections send only half a request or never read the response."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ class Served:
         self._quiet, self._used = 0, 0.0
 
     def is_stuck(self) -> bool:
-        """Whether the viewer was idle in several checks in a row, so that waiting longer would not close more
-        connections.
-        """
+        """Whether the viewer was idle in several checks in a row, so that it will not close more connections."""
         before, self._used = self._used, cpu_time(self.pid)
         self._quiet = self._quiet + 1 if self._used < before + 0.05 else 0
         return self._quiet > QUIET_ROUNDS
@@ -82,7 +78,7 @@ def viewer(folder: Path, client_seconds: float = CLIENT_SECONDS) -> Iterator[tup
         from chatmill.show.dataset import open_view
         from chatmill.show.viewer import Viewer
 
-        # Reset signal handlers inherited from the runner.
+        # The runner's signal handlers are inherited.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY, 0o600), 2)
         connections.CLIENT_SECONDS, connections.MAX_CONNECTIONS = client_seconds, MAX_CONNECTIONS
@@ -161,7 +157,7 @@ async def try_hostile(served: Served, request: Hostile, tally: Tally) -> None:
 async def half_open(port: int, data: bytes) -> socket.socket:
     connection = socket.socket()
     connection.setblocking(False)
-    # Use a small receive buffer, so that unread responses do not fit into it.
+    # Unread responses must not fit into the receive buffer.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(connection, ("127.0.0.1", port))
@@ -172,9 +168,7 @@ async def half_open(port: int, data: bytes) -> socket.socket:
 
 
 async def wave(served: Served, requests: list[Hostile], rng: random.Random, tally: Tally) -> None:
-    """Open connections that send only half a request, then send valid and hostile requests; the half-open connections
-    must be closed.
-    """
+    """Send valid and hostile requests while half-open connections exist; these must be closed."""
     begun = [await half_open(served.port, HALF_OPEN[number % len(HALF_OPEN)]) for number in range(AT_ONCE)]
     begun.append(await half_open(served.port, UNREAD))
     room = asyncio.Semaphore(AT_ONCE)
@@ -193,12 +187,12 @@ async def wave(served: Served, requests: list[Hostile], rng: random.Random, tall
 
 async def kept_open(served: Served, begun: list[socket.socket], tally: Tally) -> int:
     """Return how many of these connections are still open after their time limit; wait longer if the viewer is busy."""
-    # After this request is answered, the viewer has accepted all connections; after the next one, it has checked its
-    # timers. A connection whose response is still being computed may stay open longer.
+    # The viewer has accepted all connections when it answers this request, and checked its timers when it answers the
+    # next. A connection whose response is still being computed may stay open longer.
     await try_good(served, "/", tally)
     while (kept := descriptors(served.pid) - served.descriptors) > 0 and not served.is_stuck():
         for connection in begun:
-            # Sending one more byte must not extend the time limit.
+            # One more byte must not extend the time limit.
             with suppress(OSError):
                 connection.send(b"a")
         await asyncio.sleep(CLIENT_SECONDS + 0.1)
@@ -207,7 +201,7 @@ async def kept_open(served: Served, begun: list[socket.socket], tally: Tally) ->
 
 
 async def flood(served: Served, tally: Tally) -> None:
-    """Open many more connections than the viewer's limit: a valid request must still be answered."""
+    """Open many more connections than the viewer's limit. A valid request must still be answered."""
     await begin_to_serve(served)
     begun = []
     for _ in range(4):
@@ -247,7 +241,7 @@ async def soak(served: Served, size: int, rng: random.Random, tally: Tally) -> N
     requests = rng.sample(known, size) if size < len(known) else known
     requests += [mutated(get(rng.choice(GOOD)), rng) for _ in range(max(size // 4, size - len(known)))]
     rng.shuffle(requests)
-    # The first wave creates the threads and caches that are created only once, so measure memory after it.
+    # The first wave creates threads and caches, so memory is measured after it.
     first, step = AT_ONCE * 2, AT_ONCE * 20
     await wave(served, requests[:first], rng, tally)
     used = memory(pid)

@@ -17,7 +17,7 @@ UNIT_BYTES = 9_000
 
 
 def points(total: int, most: int) -> list[int]:
-    """Return the numbers of the operations to stop at: all, or `most` of them, spread evenly and including the last."""
+    """Return the operations to stop at: all, or `most` of them, spread evenly and including the last."""
     if most >= total:
         return list(range(1, total + 1))
     return sorted(total - number * total // most for number in range(most))
@@ -89,9 +89,7 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
         trained(data, folder, name=name, resume="auto", audit_dir=str(folder / f"logs-{name}"), **steps)
 
     def came_to(name: str) -> dict[str, str]:
-        """Return the weights and optimizer state of the last checkpoint; raise `DataError` if the audit log does not
-        match them.
-        """
+        """Return the last checkpoint's weights and optimizer state. Raise if the audit log does not match."""
         last = list_checkpoints(folder / name)[-1]
         audit = open_checkpoint(last, World(0, 1, torch.device("cpu"))).state["audit"]
         checked = verify_log(folder / f"logs-{name}" / audit["log"], data, heads={"the checkpoint": audit["head"]})

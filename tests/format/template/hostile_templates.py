@@ -1,4 +1,4 @@
-"""A valid template, and texts that turn it into a hostile one when appended."""
+"""A valid template, and texts that make it hostile when appended."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ WAYS = (
 
 
 def prying(number: int) -> str:
-    """Return one of many templates that try to access attributes which the sandbox must protect."""
+    """Return one of many templates that try to access attributes protected by the sandbox."""
     way, number = WAYS[number % len(WAYS)], number // len(WAYS)
     subject, name = OBJECTS[number * 7 % len(OBJECTS)], NAMES[number * 11 % len(NAMES)]
     body = (

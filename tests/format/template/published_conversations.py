@@ -1,4 +1,4 @@
-"""Conversations for testing chat templates: all shapes of records, as OpenAI-style messages."""
+"""Conversations for testing chat templates, as OpenAI-style messages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An oracle for chat templates that derives the trained text only from plain renderings by transformers.
+"""An oracle for chat templates that derives the loss mask only from plain renderings by transformers.
 
 The oracle shares no code with chatmill. An answer starts after the assistant header, where the row diverges from the
-prompt that a server would send; it ends with the first token that ends a turn after the last text of its message.
+prompt that a server would send. It ends with the first token that ends a turn after the last text of its message.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Verdict:
             inner = self.inner.get(number, ())
             choices = [self._parts(answer, inner)]
             if inner and not any(stops for _, _, stops in inner):
-                # The model generates the header itself, so it may be trained too.
+                # The model generates the header itself, so the loss mask may include it.
                 choices.append([answer])
             first = self.loose.get(number, answer[0])
             more = [
@@ -72,7 +72,7 @@ def common(left: str, right: str) -> int:
 
 
 def header_of(reference: Reference, messages, *, tools: bool) -> str:
-    """Return the text that the generation prompt adds, or "" if it adds no text."""
+    """Return the text that the generation prompt adds, or ""."""
     prompt, plain = (reference.text(messages, prompt=generation, tools=tools) for generation in (True, False))
     if not prompt.startswith(plain):
         # The generation prompt also changes earlier text, so compare only the parts after the last message text.
@@ -145,7 +145,7 @@ def best_match(reference: Reference, gap: str, header: str, *, first: bool = Fal
 
 
 def judge(reference: Reference, messages) -> Verdict:
-    """Return what the oracle requires for one conversation, or why it cannot be trained."""
+    """Return what the oracle requires for one conversation, or why the conversation cannot be trained on."""
     tools = with_tools(messages)
     try:
         places = locate(reference, messages, tools=tools)
@@ -209,7 +209,7 @@ def judge_answer(reference, messages, number, places, verdict, *, tools) -> None
 
 
 def inner_ends(reference: Reference, text: str, start: int, stop: int) -> list[tuple[int, int, bool]]:
-    """Return the end tokens between two texts of an answer (or a header, if there are none), as in `Verdict.inner`."""
+    """Return the end tokens between two texts of an answer, or a header if there are none, as in `Verdict.inner`."""
     ends = [
         (match.end(), behind_header(reference, text, match.end(), stop), match[0] in reference.tokens["stops"])
         for match in reference.ends.finditer(text, start, stop)
@@ -232,8 +232,7 @@ def opens_turn(reference: Reference, messages: Messages, places: Places, text: s
 
 
 def behind_header(reference: Reference, text: str, start: int, stop: int) -> int:
-    """Return where the header after an end token stops: after the assistant header, or else after the last added
-    token.
+    """Return where the header after an end token stops: after the assistant header, or else after the last added token.
     """
     least = plain_header(reference).least
     at = text.rfind(least, start, stop) if least else -1
@@ -244,8 +243,8 @@ def behind_header(reference: Reference, text: str, start: int, stop: int) -> int
 
 
 def loosely_alike(reference: Reference, text: str, start: int, tail: str, least: int) -> int | None:
-    """Return the position at which a row diverges from the tail of a prompt, ignoring whitespace; None if fewer than
-    `least` characters of the tail match.
+    """Return where a row diverges from the end of a prompt, ignoring whitespace; None if under `least` characters
+    match.
     """
     at, in_tail = start, 0
     for character in re.finditer(r"\S", tail):
@@ -308,7 +307,7 @@ def answer_begin(reference, messages, number, text, before, start, written, *, t
             length = common(text[at:], tail[in_prompt:] if in_prompt >= 0 else least)
             begin = max(at + len(least), reference.border(text, at + length))
     if begin is None and not number and written:
-        # The conversation starts with this answer, so it has no prompt; it may start with the text that opens other
+        # The conversation starts with this answer, so it has no prompt. It may start with the text that opens other
         # answers.
         opening = len(known.opening) if text[:start].endswith(known.opening) else 0
         return start, start - max(opening, len(text[:start]) - len(text[:start].rstrip()))

@@ -1,6 +1,6 @@
 """Renderings of chat templates by transformers, with the positions of all texts of a conversation.
 
-Unique words are added at both ends of every text; their positions in the output are the positions of the text.
+Unique words are added at both ends of every text. Their positions in the output are the positions of the text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logging.set_verbosity_error()
 
 
 class FixedTime(datetime):
-    """A fixed clock, because some templates print the date and the time."""
+    """Some templates print the date and the time."""
 
     @classmethod
     def now(cls, tz=None):
@@ -72,17 +72,13 @@ def write_folder(folder: Path, source: str, tokens: dict, *, generation_config: 
 
 @dataclass(frozen=True)
 class Style:
-    """How messages are passed to a template: as users of transformers pass them, unless the template does not support
-    that form.
-    """
+    """The form in which a template gets messages; the defaults are what users of transformers pass."""
 
     arguments_as_text: bool = False
     parts: bool = False
 
 
 class Reference:
-    """A template rendered by transformers."""
-
     def __init__(self, folder: Path, source: str, tokens: dict) -> None:
         self.source, self.tokens = source, tokens
         self.peer = PreTrainedTokenizerFast(
@@ -114,7 +110,6 @@ class Reference:
         return Style()
 
     def given(self, messages, style=None) -> list[dict]:
-        """Convert messages to the form that users of transformers pass."""
         style = style or self.style
         out = []
         for message in messages:
@@ -155,7 +150,7 @@ class Reference:
 
 
 def pieces(messages) -> list[tuple]:
-    """Yield all texts of a conversation as (message, path to the text)."""
+    """Return all texts of a conversation as (message index, path to the text)."""
     out = []
     for number, message in enumerate(messages):
         if "reasoning_content" in message:
@@ -224,7 +219,7 @@ def marked(text: str, number: int, *, first_word: bool = False) -> str:
 
 
 def unmarked(text: str) -> tuple[str, dict]:
-    """Remove the marks from a rendering and return their positions."""
+    """Remove the marks from a rendering, and return their positions."""
     out, places, last = [], {}, 0
     length = 0
     for match in MARK.finditer(text):
@@ -237,7 +232,6 @@ def unmarked(text: str) -> tuple[str, dict]:
 
 
 def locate(reference: Reference, messages, *, prompt: bool = False, tools: bool = False) -> Places:
-    """Render a conversation and locate its texts."""
     text = reference.text(messages, prompt=prompt, tools=tools)
     out = Places(text)
     texts = pieces(messages)
@@ -255,7 +249,7 @@ def locate(reference: Reference, messages, *, prompt: bool = False, tools: bool 
             if not stops:
                 out.spans[texts[n]] = None
                 continue
-            # Some templates repeat a function name next to its result; the first position is that of the call.
+            # Some templates repeat a function name next to its result. The call comes first.
             start, stop = (starts[0] if starts else stops[0]), stops[0]
             if first_word and starts:
                 own = read_piece(messages, texts[n]).strip()

@@ -1,4 +1,4 @@
-"""Run chatmill on published chat templates and compare with the oracle."""
+"""Compare chatmill with the oracle on published chat templates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 
 
 class TokenBytes:
-    """Return the bytes of each id, read from tokenizer.json."""
+    """The bytes of each id, read from tokenizer.json."""
 
     def __init__(self, folder: Path) -> None:
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -50,7 +50,7 @@ class TokenBytes:
         return self._bytes[id]
 
     def stretches(self, ids: list[int], mask: list[bool]) -> list[str]:
-        """Return the trained texts."""
+        """Return the texts that the mask includes."""
         out: list[bytes] = []
         last = False
         for id, trained in zip(ids, mask, strict=True):
@@ -63,7 +63,7 @@ class TokenBytes:
 
 
 def as_record(messages: Messages) -> Record:
-    """Convert messages to the form of a record: the arguments of a call are a JSON string."""
+    """In a record, the arguments of a call are a JSON string."""
     written = []
     for message in messages:
         message = dict(message)
@@ -79,7 +79,6 @@ def as_record(messages: Messages) -> Record:
 def compare(
     reference: Reference, tokens: TokenBytes, renderer: TemplateRenderer, messages: Messages, verdict: Verdict
 ) -> Outcome:
-    """Compare chatmill's result for a conversation with the verdict of the oracle."""
     try:
         rows = renderer.render([as_record(messages)])
     except RecordError as fault:
@@ -107,7 +106,7 @@ def compare(
 
 
 def expected_mask(tokens: TokenBytes, ids: list[int], text: str, spans: list[tuple[int, int]]) -> list[bool]:
-    """Return the mask per token for trained character ranges; a token that is only partly in a range is not trained."""
+    """Return the mask for trained character ranges. A token that is only partly in a range is not in the mask."""
     in_bytes = [(len(text[:start].encode()), len(text[:stop].encode())) for start, stop in spans]
     out, at = [], 0
     for id in ids:
@@ -129,7 +128,7 @@ def holds_control_text(reference: Reference, messages: Messages) -> bool:
 def try_template(
     source: str, tokens: Mapping[str, Any], folder: Path, names: Collection[str] = NAMES
 ) -> Iterator[tuple[str, Outcome]]:
-    """Yield the outcome of each named conversation; the name says whether there is a generation_config.json."""
+    """Yield the outcome of each named conversation. The name says whether there is a generation_config.json."""
     verdicts: dict[str, Verdict] = {}
     for config in (True, False):
         chosen = [name for name in names if name.endswith(WITHOUT_CONFIG) != config]
@@ -172,9 +171,7 @@ def counts(results: Results) -> Counter[str]:
 
 
 def share_exact(results: Results) -> float:
-    """Return the share of exact results among conversations that transformers renders completely, with an end after
-    each answer.
-    """
+    """Return the share of exact results, not counting the verdicts in `EXCUSED`."""
     count = counts(results)
     whole = sum(number for verdict, number in count.items() if verdict not in EXCUSED)
     return count["exact"] / whole if whole else 1.0

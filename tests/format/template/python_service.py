@@ -1,6 +1,4 @@
-"""A service for a locked-down process that runs arbitrary Python code, as a template that has escaped the sandbox
-could.
-"""
+"""A service that runs arbitrary Python code in a locked-down process, as an escaped template could."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def respond(frame: bytes) -> bytes:
 
 
 def main() -> None:
-    # These modules are imported now, because no file can be opened later.
+    # No file can be opened later, so these modules are imported now.
     import ctypes  # noqa: F401
     import mmap  # noqa: F401
     import resource  # noqa: F401

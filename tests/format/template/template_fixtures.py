@@ -1,6 +1,4 @@
-"""Fixtures for tests of chat templates: the TRL templates, a tokenizer with their tokens, and renderings by
-transformers to compare with.
-"""
+"""The TRL templates, a tokenizer with their tokens, and renderings by transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +38,6 @@ def control_strings(*sources: str) -> list[str]:
 
 
 def write_tokenizer(folder: Path, control: list[str], *, vocab_size: int = 700, **config: object) -> Path:
-    """Write a folder with a byte-level BPE tokenizer that has these control tokens."""
     texts = ["The quick brown fox jumps over the lazy dog, and the answer is in the user's assistant. " * 3] * 4
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_bytes(train_bpe(texts, vocab_size=vocab_size, control=control))
@@ -83,14 +80,13 @@ def trl_format(name: str, mask: str = "derived", allow_no_end_token: bool = Fals
 
 
 def own_format(tmp_path: Path, source: str, *arguments: str, control: list[str] | None = None, **config: object):
-    """Open a template with a tokenizer that has its control tokens."""
     folder = write_tokenizer(tmp_path / "own", control or control_strings(source), **config)
     (folder / "chat_template.jinja").write_text(source)
     return open_template(str(folder), arguments=arguments)
 
 
 def messages_of(format: TemplateRenderer, record: Record) -> tuple[list[dict], list[dict] | None]:
-    """Convert a record to the form that users of transformers pass; independent of chatmill's code."""
+    """Convert a record to the form that users of transformers pass, without chatmill's code."""
     style = format.templates[bool(record.tools)].style
     messages = []
     for message in record.messages:
@@ -142,7 +138,7 @@ def answer(text: str, reasoning: str = "", *calls: ToolCall) -> Message:
 
 
 def trained_texts(format: TemplateRenderer, record: Record) -> dict[int, str]:
-    """Return the trained text of each message, decoded from the ids of its row."""
+    """Return the text of each message that is trained on."""
     rows = format.render([record])
     rows.check()
     out: dict[int, str] = {}

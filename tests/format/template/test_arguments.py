@@ -1,6 +1,4 @@
-"""Arguments of tool calls are objects for templates that support them, and otherwise the unchanged text of the
-record.
-"""
+"""Templates get the arguments of tool calls as objects if they support objects, and otherwise as text."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ CONTROL = ["<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"]
 OWN = '{ "city":"Lisboa",  "days": 3.50 }'
 OBJECT = json.loads(OWN)
 WRITTEN = {
-    # Expected text between the tags if the record has an object or a string, and whether the template gets a string.
+    # Expected text for an object and for a string in the record, and whether the template gets a string.
     "c.function.arguments | tojson": ('{"city": "Lisboa", "days": 3.5}', '{"city": "Lisboa", "days": 3.5}', False),
     "c.function.arguments if c.function.arguments is string else c.function.arguments | tojson": (
         '{"city": "Lisboa", "days": 3.5}',

@@ -1,6 +1,4 @@
-"""A template that raises an error, loops too long, uses too much memory or accesses forbidden objects gives a one-line
-error with its location.
-"""
+"""Every bad template gives a one-line error with its location."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ TALK = Record([user("Hi"), answer("Hello.")], file="chat.jsonl", line=7, id="a1"
 
 
 def refused(tmp_path, bad: str) -> RecordError:
-    """Return the error for a conversation under a good template with this text appended."""
     format = own_format(tmp_path, GOOD + PROMPT + "\n" + bad, control=["<|user|>", "<|assistant|>", "<|end|>"])
     with pytest.raises(RecordError) as found:
         format.lay_out(TALK)

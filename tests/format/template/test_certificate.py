@@ -1,4 +1,4 @@
-"""Certificates of chat templates: the level and text of each line."""
+"""Certificates of chat templates."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_missing_end_fails_and_an_end_that_cannot_be_judged_is_skipped(tmp_pat
     found = certificate(tmp_path / "a", CHATML.replace("<|im_end|>", ""))
     assert found.keys() == {"terminator", "sandbox"} and not found["terminator"].passed
     assert "--allow-no-end-token" in found["terminator"].text
-    # The template line after which an end token is missing.
+    # An end token is missing after this line of the template.
     assert "chat_template.jinja:4: {{- message.content -}}" in found["terminator"].text
     found = lines(certify(open_template(str(tmp_path / "a" / "own"), allow_no_end_token=True)))
     assert found["terminator"].level is Level.WARN and found["answers"].level is Level.PASS
@@ -141,7 +141,7 @@ def test_headers_that_end_with_a_space_are_a_warning_with_the_share_and_a_fix(tm
 
 
 class NullPeer:
-    """A stand-in for transformers that returns the renderer's own ids, and different ids for null content."""
+    """A stand-in for transformers that returns the renderer's own ids, except for null content."""
 
     def __init__(self, renderer, text: str | None) -> None:
         self.renderer, self.text = renderer, text

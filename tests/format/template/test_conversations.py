@@ -1,6 +1,4 @@
-"""Random conversations: a cached trace gives the same row as a new derivation, ids match those of transformers, and the
-trained text of an answer does not depend on other messages.
-"""
+"""Random conversations: cached traces, ids of transformers, and answers that do not depend on other messages."""
 
 from __future__ import annotations
 
@@ -53,7 +51,6 @@ def not_caching(name: str) -> TemplateRenderer:
 
 
 def made(of: TemplateRenderer, record: Record):
-    """Return the ids and spans of a row, or the kind of error."""
     try:
         rows = of.render([record])
     except RecordError as fault:
@@ -129,7 +126,7 @@ def test_control_tokens_come_only_from_the_template(record):
     control = np.array(list(of.encoder.ids.values()))
     plain = Record([Message(m.role, "word", m.reasoning and "why") for m in record.messages])
     own = np.isin(of.render([plain]).ids, control).sum()
-    # A template that finds `</think>` in a text may write fewer tags of its own; no text adds a control token.
+    # A template that finds `</think>` in a text may write fewer tags of its own. No text adds a control token.
     tags = sum(m.content.count("</think>") for m in record.messages if m.role == "assistant")
     assert own - 2 * tags <= np.isin(rows.ids, control).sum() <= own
 
@@ -224,8 +221,7 @@ def test_a_prompt_equals_that_of_transformers_and_is_a_prefix_of_the_row(name):
 
 
 def test_a_question_that_quotes_control_tokens_is_rendered_whatever_came_before_it(tmp_path):
-    # The prompt adds no header, so the context of an answer is the text after the question, never a part of the
-    # question.
+    # The prompt adds no header, so an answer's context is the text after the question.
     source = (
         "{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' if m.role == 'user' else m.content + '</s>' }}"
         "{% endfor %}"

@@ -1,4 +1,4 @@
-"""The two derivations of an answer share no code, and a difference of one character is enough to reject a record."""
+"""The two derivations of an answer must agree in every character."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ TALK = Record([user("Which way?"), answer("North."), user("And then?"), answer("
 
 
 def derived(name: str):
-    """Derive the answers of a published template in this process."""
     template = ChatTemplate(read(name), name, variables={"bos_token": "<s>", "eos_token": "</s>"})
     tokens = ControlTokens(dict.fromkeys(control_strings(read(name)), 0))
     return derive.derive(TALK, template, tokens, ends=(), mask="derived", cacheable=False)

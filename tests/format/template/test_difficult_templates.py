@@ -1,6 +1,6 @@
 """Ten templates with one difficulty each, and their masks, written by hand.
 
-In the expected text, « and » enclose the trained text.
+In the expected text, « and » enclose the text that is trained on.
 """
 
 from __future__ import annotations
@@ -136,7 +136,6 @@ STOPS = {"a turn closed by the header of the next turn": ["<|user|>"]}
 
 
 def marked(format, record: Record) -> str:
-    """Return the row as text, with marks around the trained text."""
     rows = format.render([record])
     rows.check()
     out = []
@@ -162,7 +161,7 @@ EXTRA = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
 def test_the_mask_of_a_difficult_template_is_exact(tmp_path, name):
     source, record, expected = GOLDEN[name]
     format = opened(tmp_path, source, name)
-    # The first renderings are derived; the last one is replayed from the cache.
+    # The first renderings are derived. The last one is replayed from the cache.
     for _ in range(3):
         assert marked(format, record) == expected
 
@@ -178,7 +177,7 @@ def test_a_generation_config_without_an_end_token_is_accepted(tmp_path, written)
 
 
 def test_a_first_answer_starts_after_the_header_of_other_answers(tmp_path):
-    # This template has no prompt, because it fails without messages.
+    # The template has no prompt, because it fails without messages.
     source = PLAIN.replace("{%- for", "{{- messages[0].role[:0] -}}{%- for", 1)
     talk = Record([answer("Hello."), user("Go"), answer("Bye")])
     expected = (
@@ -190,9 +189,7 @@ def test_a_first_answer_starts_after_the_header_of_other_answers(tmp_path):
 
 
 def test_an_answer_that_starts_inside_a_literal_is_not_compared_with_the_text_after_it(tmp_path):
-    """After `<think>`, the prompt has a newline, but the row has the rest of the literal, `</think>`, before any
-    newline.
-    """
+    """After `<think>`, the prompt continues with a newline, but the row continues with `</think>`."""
     source = """{%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\\n' + ('<think></think>' if message.role == 'assistant' else '') -}}
     {{- message.content + '<|im_end|>\\n' -}}

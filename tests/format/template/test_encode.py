@@ -1,4 +1,4 @@
-"""Tokens at the boundaries of answers, for both ways to encode; weights and notes of rows."""
+"""Tokens at the boundaries of answers."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_reasoning_and_tools_that_a_template_drops_are_noted(greedy):
 
 
 def test_a_text_whose_tokens_cannot_be_located_is_rejected_in_advance(tmp_path):
-    # The tokenizer normalizes full-width letters, and has no tokenizer.json to get offsets from.
+    # The tokenizer normalizes full-width letters, and has no tokenizer.json that could give offsets.
     made, model = io.BytesIO(), tmp_path / "sp.model"
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["Hello full width user assistant dog fox"] * 20),

@@ -57,7 +57,7 @@ def written(records: list[dict]) -> Path:
 
 
 def outcome(renderer: TemplateRenderer, records) -> tuple:
-    """Return the rows of the records that can be rendered, the notes of the ledger, and the errors of the others."""
+    """Return the rows, the ledger's notes, and the errors of the records that cannot be rendered."""
     faults: list[str] = []
     ledger = Ledger()
     if not isinstance(records, LaidOutColumns):
@@ -129,7 +129,7 @@ def test_a_trace_is_compared_with_the_template_at_uses_1_2_4_8():
         )[1],
     ):
         renderer.lay_out_columns(columns_of(path))
-    # The first conversation is derived, the others use its trace.
+    # The others use the trace of the first conversation.
     assert compared == ["1", "2", "4", "8", "16"]
 
 

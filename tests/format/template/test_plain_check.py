@@ -1,4 +1,4 @@
-"""The check of finished rows on which certificates are based detects faults that are planted in valid rows."""
+"""The check behind certificates detects faults planted in valid rows."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_header_or_a_word_of_another_message_inside_an_answer_is_found(tmp_pat
         rows.spans["message"] = np.where((np.arange(len(mask)) >= first) & (np.arange(len(mask)) < stop), 1, message)
         answer = seen.check.answers(TURNS, rows, text)[0]
         assert answer.faults or not seen.is_ended(answer)
-        # If a word of the question is trained, the error names it.
+        # The error names the word of the question that is in the mask.
         if "Second" in answer.text:
             assert any('"second" of message 2 (user)' in fault for fault in answer.faults)
         if "<|im_start|>user" in answer.text:

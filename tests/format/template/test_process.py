@@ -1,4 +1,4 @@
-"""The process that runs templates: what it denies to an attacker's Python code, and how its responses are checked."""
+"""The locked-down process that runs templates."""
 
 from __future__ import annotations
 
@@ -36,12 +36,10 @@ def good(tmp_path: Path, more: str = ""):
     return own_format(tmp_path, GOOD + PROMPT + more, control=CONTROL)
 
 
-# Actions that the process refuses.
 
 
 @pytest.fixture
 def python(monkeypatch):
-    """Run Python code in its own locked-down process."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.setattr(channel, "GRACE", 0.1)
 
@@ -118,9 +116,7 @@ def test_the_filter_of_each_architecture_allows_its_calls_and_no_others():
 
 
 def filtered_by(code: bytes, number: int, architecture: int, protection: int) -> int:
-    """Interpret a seccomp filter as the kernel would; only the instructions that chatmill's filter uses are
-    supported.
-    """
+    """Interpret a seccomp filter as the kernel would. Only the instructions of chatmill's filter are supported."""
     data = struct.pack("<IIQ6Q", number, architecture, 0, 0, 0, protection, 0, 0, 0)
     instructions = list(struct.iter_unpack("=HBBI", code))
     at, value = 0, 0
@@ -136,7 +132,6 @@ def filtered_by(code: bytes, number: int, architecture: int, protection: int) ->
             at += jump_true if holds else jump_false
 
 
-# Life cycle of the process.
 
 
 def test_no_template_ever_runs_in_this_process(tmp_path):
@@ -224,7 +219,6 @@ def test_a_template_that_is_stopped_repeatedly_is_given_up(tmp_path, monkeypatch
     assert not isinstance(given_up.value, RecordError) and "\n" not in str(given_up.value)
 
 
-# Checks of responses.
 
 
 PIECES = (

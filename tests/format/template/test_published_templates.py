@@ -1,9 +1,7 @@
-"""Published chat templates: each conversation is trained exactly as an independent oracle requires, or is listed as
-rejected.
+"""Published chat templates: each mask must match an independent oracle, or the conversation is listed as rejected.
 
-The templates are in ../shared/data/templates; without them only the oracle itself is tested. `make templates` tests all
-conversations with all templates; this file tests every second template with a sixth of the conversations, a different
-sixth for successive templates.
+The templates are in ../shared/data/templates; without them, only the oracle itself is tested. `make templates` tests
+all conversations with all templates. This file tests every second template with a sixth of the conversations.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ TOKENS = {
 
 
 def listed() -> dict[tuple[str, str], tuple[str, str]]:
-    """Return verdict and kind of all results that are not exact, by template and conversation."""
+    """Return the verdict and kind of all results that are not exact, by template and conversation."""
     out = {}
     for line in TABLE.read_text("utf-8").splitlines():
         reason, names = line.split(": ")
@@ -73,7 +71,7 @@ def test_the_table_lists_no_wrong_result_and_95_percent_are_exact():
     verdicts = [verdict for verdict, _ in table.values()]
     assert not {"wrong", "ids"} & {*verdicts}
     excused = sum(verdict in EXCUSED for verdict in verdicts)
-    # Without the templates, only those in the table are counted; the others are exact and would increase the share.
+    # Without the templates, only those in the table are counted. The others are exact and would increase the share.
     total = len(NAMES) * max(len(TEMPLATES), len(templates))
     assert (total - len(verdicts)) / (total - excused) >= 0.95
 

@@ -1,4 +1,4 @@
-"""The check of trained answers detects derivations that are off by one token or header, in the text and in the ids."""
+"""The row check detects derivations that are off by one token or header."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEMPLATE_NAMES = ("qwen2_5", "llama3", "gemma3", "phi3", "cohere", "deepseek_r1_
 
 
 def renderer_of(name: str) -> TemplateRenderer:
-    """Return a renderer without cached traces, so that rows are derived by the patched code instead of replayed."""
+    """Clear the cache, so that rows are derived by the patched code instead of replayed."""
     renderer = opened(name)
     renderer._cache.clear()
     return renderer
@@ -32,9 +32,7 @@ def opened(name: str) -> TemplateRenderer:
 
 
 def with_fault(renderer: TemplateRenderer, fault: str, derived: DerivedAnswers) -> DerivedAnswers:
-    """Return the derivation with one wrong boundary: the start or end of the last answer, or the end of the first
-    one.
-    """
+    """Return the derivation with one wrong boundary of the first or last answer."""
     if len(derived.answers) < 2:
         return derived
     text, last = derived.rendering.text, derived.answers[-1]

@@ -1,4 +1,4 @@
-"""Templates in the sandbox render the same text as in transformers or fail; they never render a different text."""
+"""Templates in the sandbox render the same text as in transformers, or fail."""
 
 from __future__ import annotations
 
@@ -150,7 +150,6 @@ def test_an_expression_gives_the_text_of_transformers_or_an_error(expression):
 
 
 def traced(value, path, texts, trace):
-    """Return the value with each text replaced by a traced text."""
     if isinstance(value, str):
         texts.append(value)
         return field(value, FieldPath(0, path), len(texts) - 1, trace)
@@ -299,9 +298,7 @@ OF_LINES = (
 
 @pytest.mark.parametrize("filter", OF_LINES)
 def test_no_filter_turns_text_into_a_literal(filter):
-    """A literal may become a control token, but message text must not. Each text is traced, and also replayed from the
-    trace of another text.
-    """
+    """A literal may become a control token, but message text must not."""
     source = "{{ ('a ' + content) | " + filter + " }}"
     trace, items = Trace([]), []
     for content in ("Q", "Q\nQ Q", "Q Q\n\n QQQQQQQQ\r\nQ", "QQQQQQQQQQQQQQ Q"):

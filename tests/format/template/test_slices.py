@@ -1,6 +1,4 @@
-"""A long list is rendered in slices on several threads: rows, counts and errors do not depend on the number of
-threads.
-"""
+"""Rendering in slices on several threads: the result does not depend on the number of threads."""
 
 from __future__ import annotations
 

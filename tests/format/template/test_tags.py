@@ -1,4 +1,4 @@
-"""`--mask tags`: the text inside generation tags is trained, with the same tokens as in transformers."""
+"""`--mask tags`: the mask contains the text inside generation tags, as in transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`train_ranges` with chat templates, compared with the offsets that `tokenizers` reports for the whole text."""
+"""`train_ranges` with chat templates, compared with the offsets that `tokenizers` reports."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ def chatml(tmp_path: Path, content: str) -> TemplateRenderer:
 
 
 def conversation(text: str, ranges: object, flag: float | None = None) -> Record:
-    """Return a question and its answer, whose text occurs only once."""
     answer = Message("assistant", text, weight=flag, train_ranges=ranges)
     return Record([Message("user", "Question?"), answer], file="chat.jsonl", line=4)
 
 
 def check_weights(renderer: TemplateRenderer, engine: tokenizers.Tokenizer, rng: random.Random, text: str) -> int:
-    """Compare one row with the offsets of `tokenizers` for the same text; return the number of split tokens."""
+    """Compare one row with the offsets of `tokenizers`; return the number of split tokens."""
     flag, train_on = rng.choice([None, None, 0, 0.25]), rng.choice(["assistant", "last", "all"])
     ranges = random_ranges(rng, len(text))
     plain, ranged = conversation(text, (), flag), conversation(text, ranges, flag)
@@ -51,7 +50,7 @@ def check_weights(renderer: TemplateRenderer, engine: tokenizers.Tokenizer, rng:
     (start,) = [at for at in range(len(written)) if written.startswith(text.strip(), at)]
     begin = start - (len(text) - len(text.lstrip())) * (not written.startswith(text, start))
     if not written.startswith(text, begin):
-        # The template removes whitespace around the text, so shorten the ranges to match.
+        # The template removes whitespace around the text.
         ranges = [[max(a, start - begin), min(b, start - begin + len(text.strip())), w] for a, b, w in ranges]
     moved = [[begin + a, begin + b, weight] for a, b, weight in ranges if a < b]
     encoding = engine.encode(written, add_special_tokens=False)
@@ -69,9 +68,7 @@ def check_weights(renderer: TemplateRenderer, engine: tokenizers.Tokenizer, rng:
 
 
 def plain_text(rng: random.Random) -> str:
-    """Return a text that occurs in no template; it has no control tokens, because `tokenizers` would not treat them as
-    text.
-    """
+    """Return a text that occurs in no template. `tokenizers` would not treat control tokens as text."""
     return f"{random_text(rng)}ZZ{random_text(rng)}".replace("<|", "<")
 
 

@@ -1,6 +1,4 @@
-"""Added tokens in the text of messages: special tokens and tokens of headers and ends are encoded as text, and all
-others as tokens.
-"""
+"""Added tokens in message text: special tokens and header tokens are encoded as text, all others as tokens."""
 
 from __future__ import annotations
 
@@ -108,7 +106,7 @@ TEXTS = [
 
 @cache
 def folder(kind: str, normalizer: str = "NFC") -> str:
-    """Write a byte-level BPE tokenizer with special tokens, tags and headers; return the path of its folder."""
+    """Write a byte-level BPE tokenizer with special tokens, tags and headers."""
     path = Path(mkdtemp())
     made = Tokenizer.from_buffer(
         train_bpe(["the user asks, the assistant answers"] * 4, vocab_size=400, control=SPECIAL)
@@ -142,7 +140,7 @@ def peer_ids(renderer: TemplateRenderer, record: Record, kind: str, normalizer: 
 
 
 def rows_of(renderer: TemplateRenderer, *records: Record) -> Rows:
-    """Render conversations; discard the Hypothesis example if one of them is rejected."""
+    """Discard the Hypothesis example if a conversation is rejected."""
     try:
         return renderer.render(records)
     except RecordError:
@@ -171,7 +169,7 @@ def test_headers_and_ends_are_learned_from_the_template(template):
     assert opened(template).text_tokens.ids.keys() == LEARNED[template]
 
 
-# The last answer ends with a different token from the others, and only the assistant header is a token.
+# Only the assistant header is a token, and the last answer has another end token.
 LAST = """{%- for message in messages -%}
 {%- if message.role == 'assistant' -%}{{- '[INST]' + message.content + ('</think>' if loop.last else '[/INST]') -}}
 {%- else -%}{{- 'Q: ' + message.content + '\\n' -}}{%- endif -%}
@@ -220,7 +218,7 @@ def test_ids_match_transformers(template, kind, data):
 
 
 def spans_of(renderer: TemplateRenderer, rows: Rows) -> list[tuple[int, ...]]:
-    """Return role, part, message and weight of each character of a row."""
+    """Return the role, part, message and weight of each character of a row."""
     out: list[tuple[int, ...]] = []
     fields = ("role", "part", "message", "weight")
     for span, start, stop in zip(rows.spans, rows.span_start[:-1], rows.span_start[1:], strict=True):
@@ -234,7 +232,7 @@ def spans_of(renderer: TemplateRenderer, rows: Rows) -> list[tuple[int, ...]]:
 @given(data=st.data())
 def test_text_tokens_do_not_change_the_mask(template, data):
     calls = template is not INST
-    # A tag at the end of the prompt could also be the start of an answer's text, so remove it from the template.
+    # A tag at the end of the prompt could also be the start of an answer's text.
     template = re.sub(r"<think>(?:\\n)?' -}}{%- endif -%}$", "' -}}{%- endif -%}", template)
     renderer = opened(template)
     record = data.draw(conversations(sorted(renderer.text_tokens.ids), calls=calls))

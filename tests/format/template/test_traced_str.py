@@ -1,6 +1,4 @@
-"""Traced strings: all methods give the same results as for plain strings, and each character of a field keeps its
-origin.
-"""
+"""Traced strings behave like plain strings, and each character of a field keeps its origin."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ QUESTIONS = st.tuples(st.sampled_from(["startswith", "endswith", "find", "count"
 
 
 def program(texts, steps):
-    """Apply the steps to plain or traced strings; return the final value and the results of all comparisons and
-    searches.
-    """
+    """Apply the steps to plain or traced strings; return the final value, and all comparisons and searches."""
     value, asked = texts[0], []
     for number, (kind, step) in enumerate(steps):
         if kind == "join":
@@ -73,8 +69,7 @@ def test_a_traced_text_equals_the_plain_one(texts, steps):
 @given(st.lists(WORDS, min_size=2, max_size=3), STEPS)
 @settings(max_examples=300)
 def test_a_piece_of_a_field_contains_only_characters_of_that_field(texts, steps):
-    # Each field has letters that occur in no other field and not in the template, so that its characters can be
-    # recognized.
+    # Each field has its own letters, which occur nowhere else.
     own = [
         text.translate({ord(ch): chr(0xE000 + 64 * number + ord(ch) % 64) for ch in set(text)})
         for number, text in enumerate(texts)

@@ -1,4 +1,4 @@
-"""All TRL templates: ids match transformers, and exactly the tokens that the model must generate are trained."""
+"""All TRL templates: ids match transformers, and the mask contains exactly what the model must generate."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ NO_TOOLS = {
     *("cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "idefics3", "lfm2", "llama3", "llava_next"),
     *("phi3", "phi3_5", "qwen2_5_vl", "smolvlm"),
 }
-# The header of an answer in each family, and the tokens that may end an answer. These values are written by hand from
-# the templates.
+# The header of an answer in each family, and the tokens that may end it, written by hand.
 CHATML = ("<|im_start|>assistant\n", {"<|im_end|>"})
 FAMILIES = {
     "cohere": ("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", {"<|END_OF_TURN_TOKEN|>"}),
@@ -76,13 +75,12 @@ FAMILIES = {
     "qwen": CHATML,
     "smolvlm": ("Assistant:", {"<end_of_utterance>"}),
 }
-# After a tool result these templates have no header: the turn continues.
+# In these templates, the turn continues after a tool result, without a header.
 GOES_ON = {
     "deepseekv3": "<｜tool▁outputs▁end｜>",
     **{f"gemma4{v}": "<tool_response|>" for v in ("", "_v3", "_v4", "_v5")},
 }
 
-# Text that prompts add after the header.
 GIVEN = ("", "<think>", "<think>\n", "<think>\n\n</think>\n\n")
 
 
@@ -100,7 +98,7 @@ def supported(name: str) -> dict[str, Record]:
 
 NO_END = {"glm4moe"}
 """Templates without a token at the end of answers."""
-# All tests of one template run before those of the next, so that each template is opened only once.
+# This order opens each template only once.
 each_template = pytest.mark.parametrize("name", ORIGINALS, scope="module")
 
 
@@ -109,7 +107,7 @@ def test_ids_and_text_match_transformers(name):
     format = trl_format(name, allow_no_end_token=name in NO_END)
     for kind, record in supported(name).items():
         assert format.text(record) == peer_text(format, record), kind
-        # The first renderings are derived; the last one is replayed from the cache.
+        # The first renderings are derived. The last one is replayed from the cache.
         ids = peer_ids(format, record)
         for _ in range(3):
             # Rendering also runs the check that test_row_check.py tests.
@@ -134,7 +132,7 @@ def test_exactly_the_text_from_the_header_to_the_end_of_each_answer_is_trained(n
                 m.reasoning for n, m in enumerate(record.messages) if n != number
             ]
             assert not [other for other in others if other.strip() and other.strip() in got], (kind, number)
-            # The answer ends with the content and the terminator, with at most control tokens between them.
+            # Only control tokens may stand between the content and the terminator.
             said = message.content.strip() or "gammaword"
             assert said in got, (kind, number)
             rest = got[got.rindex(said) + len(said) :]
@@ -143,7 +141,7 @@ def test_exactly_the_text_from_the_header_to_the_end_of_each_answer_is_trained(n
             if message.content:
                 assert rest.strip() in ("", "<|END_RESPONSE|>"), (kind, number)
             # The answer starts after the header and any text that the prompt adds to it. gpt-oss renders an answer as
-            # several turns, and the headers between them are not trained.
+            # several turns; the headers between them are not in the mask.
             first = re.split(r"(?<=<\|end\|>|<\|eom\|>)", trained[number], maxsplit=1)[0]
             place = text.index(first, place)
             goes_on = number > 0 and record.messages[number - 1].role == "tool" and name in GOES_ON

@@ -1,4 +1,4 @@
-"""Templates that drop earlier reasoning: after unrolling, each answer is trained once, as a server expects it."""
+"""Templates that drop earlier reasoning: after unrolling, each answer is trained on once, in its original context."""
 
 from __future__ import annotations
 
