@@ -1,4 +1,4 @@
-"""A Hugging Face folder with a chat template and coordinate tokens, and true objects, for tests of rollouts."""
+"""A Hugging Face folder with a chat template and coordinate tokens, and true objects."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ TRUTH = [{"desc": "cat", "bbox_2d": [1, 2, 300, 400]}, {"desc": "bird", "bbox_2d
 
 
 def write_folder(folder: Path, name: str, *, special_coordinates: bool = True) -> Path:
-    """Write a folder without a model. Servers omit special tokens from their texts; `special_coordinates=False` makes
-    coordinates ordinary tokens.
+    """Write a folder without a model.
+
+    Servers omit special tokens from their texts; `special_coordinates=False` makes coordinates ordinary tokens.
     """
     template, end = TEMPLATES[name]
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Children that use torch start clean, use the caller's folder and environment, and never outlive the test."""
+"""Child processes that use torch."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ def test_children_end_with_the_process_that_started_them(tmp_path):
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, env=environment, check=False
     )
     assert done.returncode == -signal.SIGKILL
-    # The process is not a child of this one, so poll until it has ended or the test times out.
+    # The process is not a child of this one, so it must be polled.
     while Path(f"/proc/{int(done.stdout)}").exists():
         time.sleep(0.05)

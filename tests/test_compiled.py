@@ -1,6 +1,4 @@
-"""On a machine with a compiler, the compiled parts must exist: a failed build must not be mistaken for a missing
-compiler.
-"""
+"""On a machine with a compiler, the compiled modules must exist."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def test_each_part_is_compiled(source):
 
 
 def test_random_and_hostile_calls_give_what_python_gives_or_are_refused():
-    # `make sanitize` runs many more calls, with compiled parts that report invalid accesses.
+    # `make sanitize` runs many more calls, with compiled modules that report invalid accesses.
     folder = Path(str(import_module("chatmill._native").__file__)).parent
     if shutil.which("cc") is None and not [*folder.glob("*.so")]:
         pytest.skip("no C compiler is installed")
@@ -38,9 +36,10 @@ def test_there_are_five():
 
 @pytest.mark.parametrize("source", PARTS, ids=lambda path: path.stem)
 def test_a_part_compiled_with_a_newer_python_works_in_an_older_one(source):
-    """In a source tree, all Python versions load the same compiled file. With the headers of Python 3.13, a format with
-    `#` calls a function that Python 3.11 lacks, and `Py_RETURN_NONE` does not increment the reference count, which
-    later crashes Python 3.11.
+    """In a source tree, all Python versions load the same compiled file.
+
+    With the headers of Python 3.13, a format with `#` calls a function that Python 3.11 lacks. `Py_RETURN_NONE` does
+    not increment the reference count, which later crashes Python 3.11.
     """
     code = source.read_text()
     assert not re.search(r'Py(?:Arg_Parse\w*|_BuildValue)\([^"]*"[^"]*#', code)

@@ -1,4 +1,4 @@
-"""Declarations of settings: checks that follow from types, flags, environment variables and TOML files."""
+"""Declarations of settings: types, flags, environment variables and TOML files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo script runs unchanged, from the data to the table, with shortened training runs."""
+"""The demo script runs, with shortened training runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_step_of_the_demo_runs_and_a_model_that_learned_nothing_is_told_ap
     script = tmp_path / "demo.sh"
     script.write_text((ROOT / "scripts" / "demo.sh").read_text().replace('"$(dirname "$0")/.."', '"$(dirname "$0")"'))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    # Limit the answers: after so few steps, the model generates answers of the maximum length.
+    # After so few steps, the model generates answers of the maximum length.
     script.write_text(
         script.read_text().replace("demo/dataset --json >", "demo/dataset --json --limit 4 --max-tokens 4 >")
     )

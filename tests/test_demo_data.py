@@ -1,4 +1,5 @@
-"""The demo conversations: held-out questions are new, their facts are taught, and careless replies are not trained."""
+"""The demo conversations: held-out questions are new, their facts are taught, and careless replies are not trained on.
+"""
 
 from __future__ import annotations
 

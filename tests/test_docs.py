@@ -10,7 +10,7 @@ import doc_examples
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Pages with the most commands run first, so that no process has to wait for a long page at the end.
+# Long pages run first, so that no process has to wait for one at the end.
 PAGES = [
     page.relative_to(ROOT).as_posix()
     for page in sorted(
@@ -18,7 +18,7 @@ PAGES = [
         key=lambda page: (-page.read_text("utf-8").count("\n$ "), page),
     )
 ]
-# A page may run the repository's scripts, like a reader in the repository's root.
+# Readers run examples in the repository's root, where these scripts are.
 LINKED = ("scripts", "configs", "train.py")
 # The examples on these pages need other trainers, so tests/trainers/test_page.py runs them.
 OTHER_TRAINERS = ("docs/how-to/integrations.md", "docs/how-to/trl-script.md")
@@ -26,8 +26,8 @@ OTHER_TRAINERS = ("docs/how-to/integrations.md", "docs/how-to/trl-script.md")
 
 @pytest.fixture
 def reader(tmp_path, monkeypatch):
-    """Return a folder like the repository's root, in which examples may write; it becomes the current folder."""
-    # data/ is copied, because documented commands write below it.
+    """Change to a folder like the repository's root, in which examples may write."""
+    # Documented commands write below data/.
     shutil.copytree(ROOT / "data", tmp_path / "data", ignore=shutil.ignore_patterns("cache"))
     for name in LINKED:
         if (ROOT / name).exists():
@@ -69,7 +69,7 @@ def test_links_inside_the_repository_resolve(page):
 
 
 def links(page: str) -> list[str]:
-    """Return the targets of links and images that are not web addresses; code is ignored."""
+    """Return the targets of links and images that are not web addresses. Code is ignored."""
     text = re.sub(r"`[^`\n]*`", "", doc_examples.prose(page))
     found = re.findall(r"\]\(\s*<?([^)\s>]+)", text) + re.findall(r"^\s*\[[^\]]+\]:\s*(\S+)", text, re.MULTILINE)
     return [link for link in found if not re.match(r"[a-z]+:", link)]
@@ -88,7 +88,7 @@ def anchors(page: str) -> set[str]:
     return found
 
 
-# Tests of the runner itself: a wrong page must fail.
+# A wrong page must fail.
 
 GOOD = """
 ```console

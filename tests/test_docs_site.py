@@ -1,6 +1,4 @@
-"""The documentation site: every page is in the navigation, API pages are complete, and pages load no files from the
-web.
-"""
+"""The documentation site: navigation, API pages, and no files from the web."""
 
 from __future__ import annotations
 
@@ -27,7 +25,6 @@ PAGES = {page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/
 
 
 def navigation_pages(entry) -> list[str]:
-    """Yield the pages of a navigation entry in order."""
     if isinstance(entry, str):
         return [entry]
     return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in navigation_pages(part)]

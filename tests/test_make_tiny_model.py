@@ -1,6 +1,4 @@
-"""scripts/make_tiny_model.py writes a model folder that transformers and chatmill open, with the same bytes every
-time.
-"""
+"""scripts/make_tiny_model.py writes a model folder for transformers and chatmill, with the same bytes every time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Published files: package metadata, release notes, workflows and the container. `make packages` tests the built
-packages.
-"""
+"""Package metadata, release notes, workflows and the container; `make packages` tests the built packages."""
 
 from __future__ import annotations
 
@@ -110,7 +108,7 @@ def test_a_version_without_a_dated_section_is_refused(tmp_path, heading):
 
 
 def made_targets(workflow) -> set[str]:
-    """Return the make targets that a workflow's steps run; `make "$TARGET"` runs the targets of its matrix."""
+    """Return the make targets that a workflow's steps run. `make "$TARGET"` runs the targets of its matrix."""
     targets = set()
     for job in workflow["jobs"].values():
         for step in job.get("steps", ()):

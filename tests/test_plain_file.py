@@ -1,4 +1,4 @@
-"""Files from other sources are opened only if they are plain files, so that opening never waits for a writer."""
+"""Only plain files are opened, so that opening never waits for a writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three acceptance tests that the primer specification requires."""
+"""The three acceptance tests of the primer specification."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SYS, USR, ASST, EOT = 1, 2, 3, 4
 
 
 class WordTokenizer:
-    """A tokenizer with one id per letter and four control tokens with lower ids."""
+    """One id per letter, and four control tokens with lower ids."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
@@ -65,7 +65,8 @@ def test_a_build_leaves_documented_metadata_and_shards_in_both_splits(tmp_path):
     assert (meta["val_frac"], meta["seed"], meta["T_max"]) == (0.2, 42, 6)
     for name, examples in (("train", 8), ("val", 2)):
         split = meta["splits"][name]
-        # <|usr|> 7 ? <|eot|> <|asst|> 7 ! <|eot|>: T_max keeps the last six tokens, of which three are trained.
+        # <|usr|> 7 ? <|eot|> <|asst|> 7 ! <|eot|>: T_max keeps the last six tokens, and the mask includes three of
+        # them.
         counts = {"num_examples": examples, "num_tokens": 6 * examples, "num_label_tokens": 3 * examples}
         assert {key: split[key] for key in counts} == counts
         assert split["num_shards"] == 1

@@ -1,4 +1,4 @@
-"""A test that hangs fails with the stacks of its processes, and a process that is left behind fails its test."""
+"""A test that hangs fails with the stacks of its processes, and a process left behind fails its test."""
 
 from __future__ import annotations
 

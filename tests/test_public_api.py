@@ -1,4 +1,4 @@
-"""The public API: the exports of `chatmill` and its packages, the documentation of each name, and its example."""
+"""The public API: exports, documentation and examples."""
 
 from __future__ import annotations
 

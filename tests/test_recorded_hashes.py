@@ -84,7 +84,6 @@ RUN = {
 
 
 def chatmill(*args: str) -> str:
-    """Run a command that must succeed; return its output."""
     printed, argv = io.StringIO(), sys.argv
     sys.argv = ["chatmill", *args]
     try:
@@ -112,8 +111,7 @@ def folder_hash(folder: Path) -> str:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a Hugging Face folder: a byte-level BPE without merges, four special tokens, and the chat template
-    above.
+    """Write a Hugging Face folder: a byte-level BPE without merges, four special tokens, and the chat template above.
     """
     folder.mkdir()
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -219,7 +217,7 @@ def transcripts() -> str:
 
 
 def audited(packing: str) -> Callable[[], str]:
-    """Return the audit log of a run without its timestamps and without the hashes of lines that contain timestamps."""
+    """Return the audit log of a run without timestamps and without the hashes of lines that contain timestamps."""
 
     def run() -> str:
         name = f"audited-{packing}"

@@ -1,4 +1,4 @@
-"""Every operation on Rows, compared with plain Python lists of tokens, for random rows."""
+"""Every operation on Rows, compared with plain lists of tokens."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_reweigh_changes_only_what_the_role_rule_decided(plain, train_on):
         for _, spans in row:
             last = max((message for _, role, message, *_ in spans if role == Role.ASSISTANT), default=None)
             last_user = max((message for _, role, message, *_ in spans if role == Role.USER), default=-1)
-            # Messages that are trained by their role have the weight of the record.
+            # Messages that are trained on because of their role have the weight of the record.
             factor = max((weight for *_, weight, rule, _ in spans if rule == Rule.ROLE), default=0) or 1.0
             for _, role, message, weight, rule, _ in spans:
                 if rule != Rule.ROLE:

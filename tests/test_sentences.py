@@ -1,4 +1,4 @@
-"""scripts/sentences.py finds sentences of every kind with their locations, and rejects the phrases in its list."""
+"""scripts/sentences.py finds sentences of every kind, and rejects the phrases in its list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documented functions, with expected results for examples, and compared with a slow oracle for random input."""
+"""The documented functions, with expected results, and compared with a slow oracle for random input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ID = {word: 10 + number for number, word in enumerate(WORDS)}
 
 
 class WordTokenizer:
-    """A tokenizer that splits words at spaces and gives each word a fixed id."""
+    """Splits words at spaces and gives each word a fixed id."""
 
     def encode(self, text: str) -> list[int]:
         return [ID[word] for word in text.split(" ") if word]
@@ -211,7 +211,6 @@ def test_a_tokenizer_without_a_needed_special_token_is_named():
         serialize_chat_to_ids(chat(("user", "hi")), tokenizer=Bare(), default_system_text="ok")
 
 
-# Comparison with an oracle of lists and loops that shares no code with chatmill.
 
 
 def oracle_serialize(messages: list[tuple[str, str]]) -> list[int]:
@@ -308,7 +307,7 @@ def test_thousands_of_random_chats_agree_with_the_oracle():
         packed, packed_mask = pack(ids, mask, S)
         assert (packed, packed_mask) == oracle_pack(ids, mask, S, EOT)
         if ASST in ids:
-            # Packing keeps the end token of the last answer, which is trained.
+            # Packing keeps the end token of the last answer.
             assert [i for i, trained in zip(packed, packed_mask, strict=True) if trained][-1] == EOT
 
 

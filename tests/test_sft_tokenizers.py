@@ -38,7 +38,7 @@ def slow_with(tokens: list[str]) -> ByT5Tokenizer:
 
 
 def plain_ids(tokenizer: object, text: str) -> list[int]:
-    """Return the ids of a text without control tokens, computed independently of chatmill."""
+    """Return the ids of a text without control tokens, computed without chatmill."""
     if isinstance(tokenizer, ByT5Tokenizer):
         return [byte + 3 for byte in text.encode()]
     engine = getattr(tokenizer, "backend_tokenizer", tokenizer)

@@ -15,7 +15,6 @@ STOPS = re.findall(r"^\| \d+ \| `(chatmill[\w.]+)`", DESIGN, re.MULTILINE)
 
 
 def resolve(dotted: str) -> object:
-    """Return the module, class or function with a dotted name."""
     parts = dotted.split(".")
     for count in range(len(parts), 0, -1):
         try:

@@ -70,7 +70,6 @@ def base(vocabulary: str) -> str:
 
 @cache
 def folder(template: str, vocabulary: str) -> Folder:
-    """Write a folder with a template, and a tokenizer with its control tokens and the coordinates."""
     if template in TEMPLATES:
         source, end = TEMPLATES[template]
         names = {"control": CONTROL, "soft": ["<think>", "</think>"], "bos": "<s>", "eos": end, "stops": [end]}
@@ -172,7 +171,7 @@ def rollout_ids(text: str, task: Task) -> list[int]:
 
 
 def appended_text(scenario: Scenario) -> str:
-    """Return the text that must be appended to the prefix according to the specification."""
+    """Return the text that the specification appends to the prefix."""
     entries = [written(number, thing) for number, thing in enumerate(scenario.appended, start=scenario.first)]
     comma = ", " if entries and scenario.prefix.rstrip()[-1] == "}" else ""
     return comma + ", ".join(entries) + "}"
@@ -211,7 +210,7 @@ def test_every_scenario_gives_the_transformers_prompt_and_the_specified_answer(o
         first = starts.index(size)
         assert health.kept_tokens == kept, name
         assert sum(health.fallback.values()) == scenario.is_fallback, name
-        # In the prefix, only coordinates are trained; all appended tokens are trained.
+        # In the prefix, the mask contains only coordinates. After the prefix, it contains every token.
         is_coordinate = [tokens.decode([id]) in COORDINATES for id in answer]
         assert not any(weight for weight, yes in zip(weights[:first], is_coordinate, strict=False) if not yes), name
         assert all(weight == 1 for weight in weights[first:]), name
@@ -243,9 +242,7 @@ def test_a_rollout_of_another_prompt_is_refused(opened):
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="../shared/data/templates is missing")
 def test_generation_prompts_with_an_added_thinking_block_end_at_the_header():
-    """Generation prompts of these templates add a thinking block that rendered answers lack; chatmill's prompt ends
-    before it.
-    """
+    """In these templates, the generation prompt adds a thinking block that rendered answers lack."""
     for template, added in (
         ("llamacpp-google-gemma-4-31B-it", "<|channel>thought\n<channel|>"),
         ("llamacpp-llama-cpp-deepseek-r1", "<think>\n"),

@@ -1,6 +1,4 @@
-"""Rollouts with a model's chat template: prompts are compared with those of transformers, and targets and whole runs
-are checked.
-"""
+"""Rollouts with a model's chat template."""
 
 from __future__ import annotations
 
@@ -42,8 +40,7 @@ def test_prompts_equal_those_of_transformers_and_are_context(tmp_path, name):
     rows.check()
     theirs = AutoTokenizer.from_pretrained(folder)
     for ids, pairs in zip(prompt_lists(rows), CONVERSATIONS, strict=True):
-        # For text that looks like a control token, chatmill gives the ids of text, and transformers the id of the
-        # token.
+        # chatmill encodes text that looks like a control token as text, and transformers as the token.
         messages = [{"role": role, "content": text.replace("<|im_end|>", "")} for role, text in pairs]
         wanted = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         shown = task.tokenizer.decode(ids).replace("and <|im_end|>?", "and ?")
@@ -91,7 +88,6 @@ def test_targets_equal_those_of_a_preset_with_the_same_tokenizer(tmp_path, name,
 
 
 def encode(text: str, task: Task) -> list[int]:
-    """Encode an answer with each coordinate as its own token."""
     ids: list[int] = []
     for at, piece in enumerate(re.split(r"(<\|coord_[0-9]+\|>)", text)):
         ids += [task.tokenizer.token_id(piece)] if at % 2 else task.tokenizer.encode(piece)

@@ -1,4 +1,4 @@
-"""Servers that return text: requests, encoding of answers, and errors."""
+"""Servers that return text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOX = '{"object_1": {"desc": "cat", "bbox_2d": ["<|coord_0|>", "<|coord_7|>", "<
 
 @cache
 def task():
-    """Open a task from a temporary folder, which is not needed afterwards."""
+    """The folder of a task is not needed after opening it."""
     with TemporaryDirectory() as place:
         return open_task(str(write_folder(Path(place), "chatml", special_coordinates=False)), None)
 
@@ -114,7 +114,6 @@ def test_the_seed_of_a_request_depends_only_on_seed_step_and_row():
     assert len(set(seeds)) == 4 and server.sampled(0, 1)["seed"] == seeds[1]
 
 
-# Encoding of answers.
 
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
@@ -237,7 +236,6 @@ OK = b"HTTP/1.1 200 OK\r\n"
 
 
 def raw(data: bytes):
-    """Reply with exactly these bytes."""
     return lambda request: lambda wire: wire.write(data)
 
 
@@ -368,7 +366,6 @@ def test_the_api_key_is_sent_but_neither_shown_nor_stored(tmp_path, monkeypatch)
     assert {headers["Authorization"] for _, headers, _ in asked} == {f"Bearer {KEY}"}
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(files) > 5 and not [path for path in files if KEY.encode() in path.read_bytes()]
-    # Exactly the messages of the logged records were sent.
     logged = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     said = {truth.record.id: truth.record.messages[0].content for truth in read_truth(tmp_path / "truth.jsonl")}
     assert sorted(request["messages"][0]["content"] for _, _, request in asked) == sorted(said[x["id"]] for x in logged)

@@ -22,8 +22,6 @@ class Spaced(Toy):
 
 
 class Lowering(Toy):
-    """Lowercases text."""
-
     def encode(self, text):
         return super().encode(text.lower())
 

@@ -1,5 +1,3 @@
-"""Datasets that many tests share."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -34,7 +32,7 @@ def chats(tmp_path_factory):
 def hostile(tmp_path_factory):
     """Return a dataset whose texts and file name contain markup, scripts and terminal escapes.
 
-    The tokenizer is trained on these texts, so that whole tags and escapes are single tokens.
+    The tokenizer is trained on these texts, so whole tags and escapes are single tokens.
     """
     folder = tmp_path_factory.mktemp("hostile")
     control = list(load_format("chatml").tokens.values())
@@ -50,7 +48,6 @@ def browser():
 
 @pytest.fixture
 def watched(browser):
-    """Yield a page that fails the test on any fault, including a download."""
     with watched_page(browser) as seen:
         seen.page.on("download", lambda download: seen.faults.append("download"))
         yield seen
@@ -58,7 +55,7 @@ def watched(browser):
 
 @pytest.fixture
 def rollout_target(tmp_path):
-    """Return a row in which the target of one token is a different id, as for a rollout coordinate."""
+    """Return a row in which the label of one token is another id, as for a rollout coordinate."""
     shown = make(tmp_path, [line("q", "a")])
     spans = np.zeros(4, dtype=SPAN)
     spans["length"], spans["message"], spans["target"] = [1, 1, 1, 2], [0, 1, 1, 1], [-1, -1, 52, -1]

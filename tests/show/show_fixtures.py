@@ -1,4 +1,4 @@
-"""Small datasets for tests of the viewer, prepared by the pipeline."""
+"""Small datasets for tests of the viewer."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ LONG = "x" * 1_000_000
 
 
 def line(*texts: str, **more: Any) -> str:
-    """Return a JSON line of alternating user and assistant messages."""
     turns = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
     return json.dumps({"messages": turns, **more}, ensure_ascii=False) + "\n"
 
 
 def make(folder: Path, lines: Sequence[str], *, file: str = "chat.jsonl", **options: Any) -> DatasetView:
-    """Prepare a dataset of these records in one process, and open it for viewing."""
     (folder / file).write_text("".join(lines), "utf-8", newline="")
     options.setdefault("format", "primer")
     job = Job((InputSource((str(folder / file),), shape="messages"),), **options)
@@ -46,6 +44,5 @@ def make(folder: Path, lines: Sequence[str], *, file: str = "chat.jsonl", **opti
 
 
 def hostile_lines() -> list[str]:
-    """Return records with each hostile text in every text field."""
     lines = [line(text, f"answer {number} {text}") for number, text in enumerate(HOSTILE)]
     return [*lines, line("a long one", LONG), line("the end", "is near")]

@@ -173,7 +173,7 @@ def test_the_rows_of_a_step_and_the_order_of_an_epoch(watched, chats_url):
     page.click("text=Show")
     page.wait_for_selector(".failure")
     assert "does not contain step 99" in page.inner_text(".failure")
-    # The only fault is that the browser reports the refused request in its console.
+    # The browser reports the rejected request in its console.
     assert all("400" in fault for fault in watched.faults)
     watched.faults.clear()
 

@@ -1,4 +1,4 @@
-"""Near-duplicates in the viewer: found and opened with the keyboard."""
+"""Near-duplicates in the viewer, found and opened with the keyboard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report in Chromium loads no files, runs no scripts, works by keyboard, and has no overlapping labels."""
+"""The report in Chromium."""
 
 from __future__ import annotations
 

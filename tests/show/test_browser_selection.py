@@ -1,4 +1,4 @@
-"""Tags and exclusions in Chromium: stored in the browser, exported as records and as a list for prepare."""
+"""Tags and exclusions in Chromium."""
 
 from __future__ import annotations
 

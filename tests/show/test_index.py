@@ -1,4 +1,4 @@
-"""A search index gives the same results as a scan of every episode, whether complete or growing, new or reopened."""
+"""A search index gives the same results as a scan of every episode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ WORDS = ["Mill", "stone", "grain", "Wässer", "ÄÖÜ", "straße", "ΣΑΣ", "wh
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    """Return 300 episodes of a few words, in several shards."""
     rng = np.random.default_rng(3)
     lines = [line(*(" ".join(rng.choice(WORDS, rng.integers(1, 9))) for _ in range(2))) for _ in range(300)]
     return make(tmp_path_factory.mktemp("many"), lines, shard_tokens=4000)
@@ -33,7 +32,7 @@ def many(tmp_path_factory):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Use small blocks and chunks, so that there are many boundaries."""
+    """Small blocks and chunks give many boundaries."""
     shrink(monkeypatch)
     monkeypatch.setattr(index_build, "CHUNK", 700)
 
@@ -180,7 +179,7 @@ ALPHABET = "aAbz \x00\n\"'%*_\\(-äÄßΣςσİ你👩"
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
-    """Generate texts of quotes, wildcards, control characters and cased letters, some truncated inside a character."""
+    """Texts of quotes, wildcards, control characters and cased letters, some truncated inside a character."""
     rng = np.random.default_rng(11)
     folder, lines = tmp_path_factory.mktemp("odd"), []
     for _ in range(150):

@@ -1,4 +1,4 @@
-"""Losses of a run by episode: the viewer shows the last loss of each episode, from the logs of all ranks."""
+"""Losses of a run by episode, from the logs of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder of datasets and caches is shown as one dataset, numbered, ordered and named as in training."""
+"""A folder of datasets and caches, shown as one dataset."""
 
 from __future__ import annotations
 

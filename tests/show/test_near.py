@@ -1,4 +1,4 @@
-"""Near-duplicates of an episode: the estimates agree with exact similarities, and the work is bounded."""
+"""Near-duplicates of an episode."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ def similarity(view, one: int, other: int) -> float:
 
 @pytest.fixture(scope="module")
 def similar(tmp_path_factory):
-    """Return 50 episodes: 0 to 9 are variants of one text, with four more words replaced in each; the others are
-    random.
-    """
+    """Episodes 0 to 9 are variants of one text, with four more words replaced in each. The other 40 are random."""
     numbers = random.Random(1)
     words = [f"word{numbers.randrange(10**6)}" for _ in range(120)]
     lines = []
@@ -52,7 +50,7 @@ def test_similarities_agree_with_exact_ones(similar):
         result = finder.find("train", number)
         estimated = {each.episode: each.similarity for each in result.episodes}
         assert result.compared == 50
-        # Similarities are estimated from 128 values; allow four standard errors.
+        # Similarities are estimated from 128 values, so allow four standard errors.
         error = 4 * np.sqrt(0.25 / 128)
         assert {other for other, value in exact.items() if value >= MIN_SIMILARITY + error} <= estimated.keys()
         assert all(abs(value - exact[other]) <= error for other, value in estimated.items())

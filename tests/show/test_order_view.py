@@ -1,4 +1,4 @@
-"""The order of an epoch, packed neighbours, and the rows of a logged step."""
+"""The order of an epoch, packed neighbors, and the rows of a logged step."""
 
 from __future__ import annotations
 

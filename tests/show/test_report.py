@@ -1,4 +1,4 @@
-"""The report is one page without external files or scripts, and shows the statistics."""
+"""The report is one page without external files or scripts."""
 
 from __future__ import annotations
 

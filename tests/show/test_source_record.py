@@ -1,4 +1,4 @@
-"""The source record of an episode is read again from its file and checked against the dataset."""
+"""The source record of an episode, read again from its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An episode in the terminal: turns, brackets around trained text, and truncated or injected tokens."""
+"""An episode in the terminal."""
 
 from __future__ import annotations
 

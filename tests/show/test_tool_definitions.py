@@ -1,4 +1,4 @@
-"""Viewer, report and terminal label tool definitions, wherever a chat template writes them."""
+"""Viewer, report and terminal label tool definitions."""
 
 from __future__ import annotations
 

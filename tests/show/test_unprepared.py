@@ -1,4 +1,4 @@
-"""Records and recipes can be viewed without preparing a dataset, and the page shows how they were rendered."""
+"""Records and recipes can be viewed without preparing a dataset."""
 
 from __future__ import annotations
 

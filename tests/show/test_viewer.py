@@ -1,4 +1,4 @@
-"""The API of the viewer: paging, searching while the index grows, and rows of every kind."""
+"""The API of the viewer."""
 
 from __future__ import annotations
 

@@ -56,19 +56,17 @@ def _succeeds(*command: str) -> bool:
 
 @contextmanager
 def open_browser() -> Iterator[Any]:
-    """Open Chromium with Playwright until the end of the block."""
     executable = chromium()
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        # Chromium cannot use its sandbox as root in a container; the pages are our own.
+        # Chromium cannot use its sandbox as root in a container. The pages are our own.
         opened = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"], timeout=WAIT)
         yield opened
         opened.close()
 
 
 def count(page: Any, selector: str, number: int) -> None:
-    """Wait until `number` elements match the selector."""
     page.wait_for_function(f"() => document.querySelectorAll('{selector}').length === {number}")
 
 
@@ -87,7 +85,7 @@ class Watched:
 
 @contextmanager
 def watched_page(browser: Any, **options: Any) -> Iterator[Watched]:
-    """Open a page; any console message, error, dialog or second page fails the test."""
+    """Open a page. Any console message, error, dialog or second page fails the test."""
     context = browser.new_context(**{"viewport": {"width": 1440, "height": 900}, **options})
     page = context.new_page()
     page.set_default_timeout(WAIT)

@@ -1,4 +1,4 @@
-"""Small datasets of conversations, for tests of operations on a whole dataset."""
+"""Small datasets of conversations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def chat(*texts: str, line: int = 1, file: str = "chat.jsonl", system: str | Non
 
 
 def chats(seed: int, count: int) -> list[Record]:
-    """Build conversations of one to three exchanges."""
     rng = np.random.default_rng(seed)
     words = ["mill", "stone", "grain", "water", "wheel", "flour", "sack", "miller"]
 
@@ -39,7 +38,6 @@ def chats(seed: int, count: int) -> list[Record]:
 
 
 def key(record: Record) -> np.ndarray:
-    """Hash the messages of a record."""
     said = repr(record.messages).encode()
     return np.frombuffer(hashlib.blake2b(said, digest_size=16).digest(), dtype="<u8")
 
@@ -99,5 +97,4 @@ def names(folder: Path) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all files in a folder, by path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

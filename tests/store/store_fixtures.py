@@ -17,7 +17,7 @@ FIELDS = ("ids", "spans", "first_span", "origins", "first_segment")
 
 
 def equal(one: Rows, other: Rows) -> bool:
-    """Whether two Rows are equal; file numbers may differ if they refer to the same files."""
+    """Whether two Rows are equal. File numbers may differ if they refer to the same files."""
     one, other = concat([one, Rows(*_none(), files=other.files)]), concat([Rows(*_none(), files=one.files), other])
     return all(np.array_equal(getattr(one, field), getattr(other, field)) for field in FIELDS)
 
@@ -87,7 +87,6 @@ def finish(staging: Path, splits: dict[str, SplitInfo], *, vocab_size: int) -> M
 def write_dataset(
     target: Path, splits: dict[str, Rows], *, vocab_size: int = 1000, shard_tokens: int = 200, overwrite: bool = False
 ) -> Metadata:
-    """Build, finish and publish a dataset, as the pipeline does."""
     staging = staging_for(target)
     infos = {
         name: write_split(staging / name, [rows], vocab_size=vocab_size, shard_tokens=shard_tokens)
@@ -99,5 +98,4 @@ def write_dataset(
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all files in a folder, by path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -130,7 +130,7 @@ def test_without_keys_conversations_are_matched_by_their_ids(tmp_path):
     assert (counts(found), found.mask.examples) == ({"equal": 9, "mask": 1}, (ConversationOrigin("train", None, 0),))
 
 
-# A conversation as plain data: its key, its ids and its mask; each row packs several conversations.
+# A conversation as plain data: its key, its ids and its mask.
 conversations_ = st.tuples(
     st.integers(1, 3), st.sampled_from([(5,), (5, 5), (5, 6), (6, 5)]), st.sampled_from([(0, 0), (0, 1), (1, 1)])
 )
@@ -138,9 +138,7 @@ splits_ = st.lists(st.lists(conversations_, max_size=3), max_size=4)
 
 
 def as_rows(plain, *, one_span: bool):
-    """Build rows with one span per token; with `one_span`, conversations whose tokens have equal weights get a single
-    span.
-    """
+    """Build rows with one span per token. With `one_span`, a conversation with equal weights gets a single span."""
 
     def segment(who, ids, mask):
         spans = [((id,), trained) for id, trained in zip(ids, mask, strict=False)]

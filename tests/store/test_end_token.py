@@ -1,6 +1,4 @@
-"""With `pad_token_id: null`, the end token is read from another program's tokenizer file; if it has none, the
-dataset is refused with a one-line error.
-"""
+"""With `pad_token_id: null`, the end token is read from the dataset's tokenizer file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/reference/files.md is correct: real files are read using only the tables of that page.
+"""Real files are read using only the tables of docs/reference/files.md.
 
 Types and offsets are parsed from the page, so a wrong table fails here.
 """

@@ -1,4 +1,4 @@
-"""Datasets that other programs wrote in the specified format open unchanged."""
+"""Datasets that other programs wrote in the specified format."""
 
 from __future__ import annotations
 

@@ -26,7 +26,6 @@ SHARD = "train/shard_00000"
 
 @pytest.fixture
 def two(tmp_path):
-    """Return the rows of two datasets by their hash, and the two folders."""
     rows = [some_rows(seed, count=12) for seed in (1, 2)]
     folders = [tmp_path / "x", tmp_path / "y"]
     hashes = [write_dataset(*both).sha256 for both in zip(folders, ({"train": each} for each in rows), strict=True)]
@@ -34,7 +33,6 @@ def two(tmp_path):
 
 
 def refusal(work) -> str:
-    """Return the message of the DataError that `work` raises, or an empty string."""
     try:
         work()
     except DataError as error:
@@ -114,7 +112,6 @@ def test_open_datasets_do_not_depend_on_the_working_directory(two, tmp_path, mon
     assert equal(dataset["train"].rows(range(12)), rows_of[dataset.sha256])
 
 
-# Incomplete copies.
 
 
 def test_an_incomplete_copy_is_not_taken_for_a_dataset_of_another_program(tmp_path):
@@ -162,7 +159,6 @@ def test_an_incomplete_dataset_of_another_program_is_refused(tmp_path, part):
         open_dataset(tmp_path)
 
 
-# Files truncated while they are mapped.
 
 
 def test_rows_of_a_truncated_file_are_correct_or_an_error(tmp_path):
@@ -180,8 +176,8 @@ def test_rows_of_a_truncated_file_are_correct_or_an_error(tmp_path):
                 if line:
                     assert line.startswith(f"{path}: was truncated from {len(data)} to {size} bytes while it was read")
                 else:
-                    # There is no error if the file is the mask, which is not read, or if only zeros were cut off,
-                    # because lost bytes read as zeros.
+                    # The mask is not read, and lost bytes read as zeros, so a file that loses only zeros gives no
+                    # error.
                     assert name == "mask.bin" or not any(data[size:])
                     assert equal(episodes.rows(numbers), rows.take(numbers))
             path.write_bytes(data)

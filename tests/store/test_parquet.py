@@ -1,6 +1,4 @@
-"""Export a dataset as Parquet: exact columns and a card. tests/trainers/test_parquet.py trains TRL on such a
-dataset.
-"""
+"""Export as Parquet. tests/trainers/test_parquet.py trains on such a dataset with TRL."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def read(folder, split="train") -> list[dict]:
 
 
 def expected(rows) -> list[dict]:
-    """Compute the expected columns one token at a time."""
+    """Compute the expected columns token by token."""
     found = []
     for row in (rows[at : at + 1] for at in range(len(rows))):
         lengths = [n for n in np.diff(row.segment_start).tolist() if n]

@@ -1,4 +1,4 @@
-"""The cache of one source: round trips, atomic publishing, detection of every flipped bit."""
+"""The cache of one source."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ def write(out, splits: dict[str, list[Rows]], *, vocab_size=1000, shard_tokens=1
 
 
 def rows_of(*pairs: tuple[list[int], list[int]]) -> Rows:
-    """Build rows from ids and masks."""
     return concat(
         [
             rows_from_mask(np.array(ids, dtype=np.uint32), np.array(mask, dtype=np.uint8), np.array([len(ids)]))
@@ -280,7 +279,6 @@ def test_a_folder_without_a_cache_is_one_error_line(tmp_path):
     assert not is_cache(tmp_path)
 
 
-# Rows that a cache cannot store.
 
 
 def test_rows_that_a_cache_cannot_store_are_refused_and_leave_nothing(tmp_path):

@@ -32,7 +32,6 @@ SHARD_TOKENS = 300
 
 @pytest.fixture(autouse=True)
 def places(tmp_path, monkeypatch):
-    """Use a separate cache and scratch folder for each test."""
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -43,7 +42,6 @@ def places(tmp_path, monkeypatch):
 
 @pytest.fixture
 def memory():
-    """Return an in-memory bucket."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     MemoryFileSystem.store.clear()
@@ -201,7 +199,7 @@ def test_a_target_with_objects_of_others_is_refused_before_any_work(store, reque
             DataError, match=rf"^{bucket}/file: is an object, but a dataset needs a folder; use another"
         ):
             prepare_dataset(nothing, bucket / "file", overwrite=overwrite)
-    # Neither leftovers of a killed build nor a folder whose name starts with the same letters block a build.
+    # Leftovers of a killed build do not block a build, and neither does a folder with the same prefix.
     for name in (f"i/objects/{'0' * 64}", f"i/staging/{'1' * 64}/unit_00000.rows"):
         objects.write(bucket / name, b"left")
     built(bucket / "i")
@@ -296,7 +294,7 @@ def test_an_existing_object_is_not_uploaded_again_unless_it_is_old(memory, monke
     objects.remove([url / METADATA])
     built(url)
     assert uploads == []
-    # Objects that are old and in no metadata may be cleaned up at any time, so they are uploaded again.
+    # Old objects that no metadata lists may be cleaned up at any time, so they are uploaded again.
     monkeypatch.setattr(remote_publish, "FRESH", 0.0)
     built(url, overwrite=True)
     assert uploads == []

@@ -1,6 +1,4 @@
-"""Publishing a dataset is atomic. `tests/fault_injection` also kills the process and simulates crashes of the
-machine.
-"""
+"""Publishing a dataset is atomic; `tests/fault_injection` also kills processes and simulates power losses."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_an_intact_dataset_has_no_faults_and_is_counted(dataset):
 
 
 def test_every_flipped_bit_of_the_metadata_is_detected(dataset):
-    """`1E-05` and `1e-05` are the same value, so a hash of the parsed values does not detect every flipped bit."""
+    """`1E-05` and `1e-05` are the same value, so hashing the parsed values would miss a flipped bit."""
     path = dataset / "dataset_metadata.json"
     whole = path.read_bytes()
     place = whole.index(b"1e-05") + 1
@@ -61,7 +61,7 @@ def test_all_truncated_files_are_reported_together(dataset):
 
 
 def test_a_folder_in_place_of_a_file_is_reported(dataset):
-    """A comparison of sizes is not enough, because on some file systems a folder can have the size of the file."""
+    """On some file systems, a folder can have the size of the file."""
     for name in ("train/shard_00000/mask.bin", "dataset_metadata.json"):
         (dataset / name).rename(dataset / "aside")
         (dataset / name).mkdir()
@@ -81,7 +81,6 @@ def test_unlisted_shards_and_files_are_reported(dataset):
     )
 
 
-# Inconsistent metadata with a valid hash.
 
 
 @pytest.mark.parametrize("lie", FORGED)
@@ -95,7 +94,6 @@ def test_inconsistent_metadata_is_one_error_line(dataset, lie):
     assert faults(dataset) == (str(error.value),)
 
 
-# Inconsistent tables with valid hashes.
 
 
 def tamper(folder: Path, name: str, dtype, change) -> str:
@@ -217,7 +215,7 @@ def resident(path: Path) -> int:
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="memory usage is read from /proc")
 def test_verify_keeps_only_part_of_a_file_in_memory(tmp_path, monkeypatch):
     target = tmp_path / "d"
-    # The token file is much larger than two megabytes, the largest page size of mapped files.
+    # The largest page size of mapped files is two megabytes.
     write_dataset(target, {"train": concat([some_rows(5, count=60_000)] * 8)}, shard_tokens=10**9)
     tokens = target / "train" / "shard_00000" / "tokens.bin"
     held = []

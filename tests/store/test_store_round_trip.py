@@ -62,7 +62,7 @@ def test_shard_bytes_do_not_depend_on_how_rows_are_chunked(plain, one, other, sh
         for name, cuts in (("one", one), ("other", other)):
             parts = split_at(rows, cuts)
             if name == "other":
-                # Put other files first in the file table, as in a process that has already read other files.
+                # A process that has already read other files has them first in the file table.
                 parts = [concat([Rows(**vars_of(EMPTY), files=(File("s", "z"), *rows.files[::-1])), p]) for p in parts]
             info = write_split(Path(folder) / name, parts, vocab_size=2**32, shard_tokens=shard_tokens)
             found.append((info, contents(Path(folder) / name)))

@@ -1,8 +1,7 @@
-"""The token width of another program's dataset is detected if it is unambiguous; otherwise the dataset is refused until
-the width is given.
+"""The token width of another program's dataset is detected if it is unambiguous, and otherwise must be given.
 
-Datasets are written with plain numpy, as the scripts of the specification would; expected values are computed from
-the written arrays.
+Datasets are written with plain numpy, as the scripts of the specification would. Expected values are computed from the
+written arrays.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
 
 @dataclass
 class Shard:
-    """The arrays of a shard, as they are written."""
-
     tokens: np.ndarray
     mask: np.ndarray | None
     episodes: list[tuple[int, int]]
@@ -239,7 +236,7 @@ def test_a_dataset_written_by_the_specifications_script_opens(tmp_path):
 
 
 def test_a_mix_by_tokens_counts_the_tokens_in_episodes(tmp_path):
-    """Sizes count the tokens of episodes, not the tokens in the file: episodes may leave gaps or overlap."""
+    """Episodes may leave gaps in the file or overlap, so their tokens are counted, not those of the file."""
     rng = np.random.default_rng(0)
     ids = rng.integers(1, 9, 60).astype(np.uint16)
     mask = (rng.random(60) < 0.5).astype(np.uint8)

@@ -1,5 +1,3 @@
-"""Small tokenizers, trained once: a byte-level BPE and variants of it."""
-
 from __future__ import annotations
 
 from pathlib import Path

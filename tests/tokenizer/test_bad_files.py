@@ -1,4 +1,4 @@
-"""A missing, damaged or unrelated file gives one clear error line, whatever exception a library raises."""
+"""A missing, damaged or unrelated file gives one clear error line."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_an_added_token_with_the_id_of_another_is_one_line(trained, tmp_path):
 
 
 def test_a_merge_without_the_prefix_of_its_model_is_one_line(trained, tmp_path):
-    """The Rust library would abort the process, because it removes the prefix without checking that it is there."""
+    """The Rust library would abort the process, because it removes the prefix without checking for it."""
     model = {
         "type": "BPE",
         "vocab": {"a": 0, "b": 1, "ab": 2},

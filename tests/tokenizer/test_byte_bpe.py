@@ -170,7 +170,7 @@ def test_columns_give_the_same_ids_as_their_texts(engines, given):
 
 
 def test_many_threads_encode_at_once(engines):
-    """The threads start with words that are not cached yet, and a list is cleared while another call encodes it."""
+    """The threads start with words that are not cached yet. A list is cleared while another call encodes it."""
     backend, peer = engines
     encoder, rng = backend._encode._encoder, random.Random(4)
     new = [" ".join("".join(rng.choices("abcdefgh'é1", k=7)) for _ in range(900)) for _ in range(40)]
@@ -296,7 +296,7 @@ def test_an_engine_that_differs_on_the_probe_is_not_used(trained_json, monkeypat
 
 def test_real_files_with_a_known_pattern_are_compiled():
     assert open_once(DEEPSEEK).engine == "compiled"
-    assert open_once(ANTHROPIC).engine == "fastokens"  # its normalizer, NFKC, is not supported
+    assert open_once(ANTHROPIC).engine == "fastokens"  # NFKC normalization is not supported
 
 
 def test_texts_with_an_added_token_are_skipped(trained):
@@ -348,7 +348,7 @@ def test_invalid_utf8_is_skipped(engines, pieces):
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        # Not every invalid sequence is detected, but an undetected one gives at most four ids per byte.
+        # Some invalid sequences are not detected, but these give at most four ids per byte.
         assert found[2] == [0] or len(found[0]) <= 4 * len(data)
     else:
         assert_equal(engines, [text])

@@ -1,4 +1,4 @@
-"""The cache of compiled tokenizers: the ids are the same with and without it, even if its files are damaged."""
+"""The cache of compiled tokenizers does not change ids, even if its files are damaged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TEXTS = [*mixed_texts(1, 20_000), *LEFT, ""]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of the cached files, which does not exist yet."""
+    """Return the cache folder, which does not exist yet."""
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv(compiled_cache.SWITCH, raising=False)
     return tmp_path / "cache" / "tokenizers"
@@ -144,7 +144,6 @@ def test_the_cache_can_be_turned_off(trained_json, folder, loads, monkeypatch):
     assert len(loads) == 2 and not folder.exists()
 
 
-# Damaged files, and files with other content.
 
 
 def assert_made_again(path: Path, file: Path, whole: bytes, loads: list[str]) -> None:
@@ -159,7 +158,6 @@ def assert_made_again(path: Path, file: Path, whole: bytes, loads: list[str]) ->
 
 @pytest.fixture
 def cached(trained_json: Path, folder: Path, loads: list[str]) -> tuple[Path, Path, bytes]:
-    """Return a tokenizer, its file in the cache, and the bytes of the file."""
     path = trained_json.with_name("gpt2.json")
     path.write_bytes(as_kind(trained_json.read_bytes(), "gpt2"))
     open_tokenizer(path)
@@ -296,7 +294,7 @@ def test_processes_that_compile_at_the_same_time_all_get_the_right_ids(trained_j
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with_source = os.environ | {"PYTHONPATH": source}
     processes = [subprocess.Popen(command, env=with_source, **pipes) for _ in range(4)]
-    # Each process imports chatmill and waits for a line, so that all of them compile at the same time.
+    # The processes wait for a line, so that all of them compile at the same time.
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()

@@ -1,4 +1,4 @@
-"""Texts and control tokens that are encoded in sections or as a whole get the same ids as the joined text."""
+"""Texts and control tokens encoded in sections or as a whole get the same ids as the joined text."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def encoders(tmp_path_factory):
         path = tmp_path_factory.mktemp("control") / f"{name.replace(' ', '_')}.json"
         made.save(str(path))
         with warnings.catch_warnings():
-            # Ignore the warning that the fast engine does not support some files.
+            # A warning says that the fast engine does not support some files.
             warnings.simplefilter("ignore")
             out[name] = (ControlEncoder(open_tokenizer(path), path.read_bytes()), made)
     return out

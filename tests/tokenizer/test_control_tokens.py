@@ -33,7 +33,7 @@ EVERY_MARKER = {marker: marker for marker in MARKERS if marker != "<unk>"}
 
 
 def check_hostile(path: str | Path, *, lossless: bool = True, add_tokens: bool = True) -> Tokenizer:
-    """Open a tokenizer with all markers as control tokens, and check it with 10,000 messages made of these markers."""
+    """Check a tokenizer with 10,000 messages made of its control tokens."""
     tokenizer = open_tokenizer(path, control=EVERY_MARKER, add_tokens=add_tokens)
     texts = hostile_texts()
     ids, offsets = tokenizer.encode_batch(texts)

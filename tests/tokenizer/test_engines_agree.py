@@ -1,4 +1,4 @@
-"""The fast engines and `tokenizers` give the same ids, on two megabytes of mixed text and on difficult characters."""
+"""The fast engines and `tokenizers` give the same ids."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def texts() -> list[str]:
 def test_the_fast_engine_and_tokenizers_give_equal_ids(name, compiled, texts, trained_json, monkeypatch):
     path: Path = {"trained": trained_json, "deepseek": DEEPSEEK, "anthropic": ANTHROPIC}[name]
     if not compiled:
-        # Without the compiled engine, fastokens is used; a fallback to `tokenizers` would warn, and warnings are errors
+        # Without the compiled engine, fastokens is used. A fallback to `tokenizers` would warn, and warnings are errors
         # here.
         monkeypatch.setattr("chatmill.tokenizer.byte_bpe._bpe", None)
     ids, offsets = open_tokenizer(path).encode_batch(texts)

@@ -1,4 +1,4 @@
-"""Which characters each token of a SentencePiece model covers, for `train_ranges`, compared with the library itself."""
+"""The characters that each token of a SentencePiece model covers, compared with the library itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 
 def weights_of(tokenizer: Tokenizer, text: str, ranges: list[list]) -> tuple[list[int], list[float], int] | None:
-    """Return the ids of a text, their weights (1 outside all ranges), and how many tokens are split by a range."""
+    """Return the ids of a text, their weights (1 outside all ranges), and the number of tokens that a range splits."""
     ids = tokenizer.encode(text)
     places = spelled_places(text, ids, tokenizer)
     if places is None:
@@ -34,7 +34,7 @@ def test_sentencepiece_with_its_added_space_and_characters_of_several_bytes():
         text = random_text(rng).replace("<", "")
         ranges = random_ranges(rng, len(text)) if text else []
         pieces = library.encode(text, return_type="proto").pieces
-        # The library counts positions in bytes, and assigns a character that is encoded as byte tokens to the last of
+        # The library counts positions in bytes. It assigns a character that is encoded as byte tokens to the last of
         # them.
         begins, ends = [piece.begin for piece in pieces], [piece.end for piece in pieces]
         for at in range(len(pieces) - 2, 0, -1):

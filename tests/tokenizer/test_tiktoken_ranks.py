@@ -1,4 +1,4 @@
-"""Rank files and tekken files: which pattern splits the text, and which ids the special tokens have."""
+"""Rank files and tekken files: split patterns, and ids of special tokens."""
 
 from __future__ import annotations
 

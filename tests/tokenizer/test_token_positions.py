@@ -16,7 +16,7 @@ def positions(byte_lengths, start, stop, size, offset):
 
 
 def test_a_token_across_a_border_belongs_to_the_side_on_which_it_starts():
-    # The offsets are 0, 5 and 10; the tokens are Hel|lo|wor|ld in the first case and Hel|low|or|ld in the second.
+    # The offsets are 0, 5 and 10. The tokens are Hel|lo|wor|ld in the first case and Hel|low|or|ld in the second.
     assert positions([3, 2, 3, 2], [0] * 3, [4] * 3, [10] * 3, [0, 5, 10]) == [[0, 2, 4], [0, 0, 0], [1, 1, 1]]
     assert positions([3, 3, 2, 2], [0] * 3, [4] * 3, [10] * 3, [0, 5, 10]) == [[0, 2, 4], [0, 1, 0], [1, 1, 1]]
 

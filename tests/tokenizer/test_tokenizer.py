@@ -1,4 +1,4 @@
-"""The final check of encoded text: even a faulty backend cannot produce a control token from text."""
+"""Even a faulty backend cannot produce a control token from text."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from chatmill.tokenizer.tokenizer import Tokenizer
 
 
 class Leaky:
-    """A tokenizer in which the id of every character is its code point, so that text can produce the ids of control
-    tokens.
-    """
+    """The id of every character is its code point, so that text can produce the ids of control tokens."""
 
     engine = "fixed"
     vocab_size = 128

@@ -1,4 +1,4 @@
-"""Hugging Face folders: which file is used, and which settings tokenizer_config.json adds."""
+"""Hugging Face folders: the file that is used, and settings from tokenizer_config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a tokenizer.json other than its model, and which engine reads it."""
+"""Parts of a tokenizer.json other than its model, and the engine that reads it."""
 
 from __future__ import annotations
 

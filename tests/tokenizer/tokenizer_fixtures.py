@@ -1,4 +1,4 @@
-"""Fixtures for the tokenizer tests: real files, small trained ones, and seeded texts."""
+"""Real tokenizer files, small trained ones, and seeded texts."""
 
 from __future__ import annotations
 
@@ -75,8 +75,7 @@ MARKERS = (
 
 
 def mixed_texts(seed: int, size: int) -> list[str]:
-    """Return texts of at least `size` bytes in total: several languages, code, emoji, whitespace, control tokens as
-    text, and arbitrary Unicode.
+    """Return texts of at least `size` bytes in total: languages, code, emoji, whitespace, control tokens, any Unicode.
     """
     rng = random.Random(seed)
     words = [word for line in _WORDS.values() for word in line.split()]
@@ -121,7 +120,7 @@ def training_texts(count: int = 400) -> Iterator[str]:
 
 
 def sentencepiece_bytes(kind: str, **options: Any) -> bytes:
-    """Train a small SentencePiece model with byte fallback, so that it can encode every text."""
+    """Byte fallback lets the model encode every text."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(line for text in training_texts() for line in text.split("\n") if line.strip()),
@@ -145,7 +144,6 @@ def added(id: int, content: str, *, special: bool) -> dict[str, Any]:
 
 
 def edited(raw: bytes, path: Path, **sections: Any) -> Path:
-    """Write a tokenizer.json to `path`, with some sections replaced."""
     path.write_text(json.dumps({**json.loads(raw), **sections}))
     return path
 
@@ -171,7 +169,8 @@ _MERGED = "aAsStTrRvVeEmMlLdD0129 \n\r\t.,'/"
 
 
 def tokenizer_of_pairs(pre_tokenizer: Any, *, normalizer: str | None = None) -> bytes:
-    """Return a tokenizer.json that merges most byte pairs, so ids differ if two engines split words differently."""
+    """Return a tokenizer.json that merges most byte pairs, so that ids differ if two engines split words differently.
+    """
     alphabet = list(byte_alphabet())
     merged = [letter for letter, byte in byte_alphabet().items() if 0x80 <= byte < 0xF5 or chr(byte) in _MERGED]
     merges = [[one, other] for one in merged for other in merged]

@@ -1,12 +1,10 @@
-"""Shared fixtures of the training tests: a dataset of sums, and torch with a single thread."""
-
 from __future__ import annotations
 
 import pytest
 import torch
 from train_fixtures import prepare
 
-# Use one thread, because tests run in parallel, and because a fork of a process with threads can deadlock.
+# Tests run in parallel, and a fork of a process with threads can deadlock.
 torch.set_num_threads(1)
 
 

@@ -15,7 +15,7 @@ from chatmill.load.batch import Batch
 from chatmill.train import GPT, GPTSizes
 from chatmill.train.model import CausalModel, Inputs
 
-# Use one thread: models this small are slower with more, and tests run in parallel.
+# Models this small are slower with more threads, and tests run in parallel.
 torch.set_num_threads(1)
 
 VOCAB = 61
@@ -35,14 +35,14 @@ def small_gpt(sizes: GPTSizes = SIZES, *, seed: int = 0, compute: torch.dtype | 
 
 
 def conversation(length: int, *, seed: int) -> tuple[list[int], list[float]]:
-    """Return random ids and their weights, about a third of which are 0."""
+    """About a third of the weights are 0."""
     rng = np.random.default_rng(seed)
     weights = np.where(rng.random(length) < 0.33, 0, rng.choice([0.5, 1.0, 2.0], length))
     return rng.integers(1, VOCAB, length).tolist(), weights.tolist()
 
 
 def packed(rows: list[list[tuple[list[int], list[float]]]], length: int) -> Batch:
-    """Build a batch from rows of conversations, token by token; rows are padded."""
+    """Build a padded batch from rows of conversations, token by token."""
     shape = len(rows), length
     x, y = np.zeros(shape, dtype=np.int64), np.full(shape, -100)
     weights = np.zeros(shape, dtype=np.float32)
@@ -79,7 +79,6 @@ def gradients(model: CausalModel, loss: Tensor) -> list[Tensor]:
 
 
 def save_qwen(folder: Path, **changes: Any) -> Path:
-    """Save a small Qwen3 with new weights, using transformers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import AutoModelForCausalLM, Qwen3Config

@@ -1,4 +1,4 @@
-"""Attention masks: a token attends only to earlier tokens of its conversation, in the dense mask and the block mask."""
+"""Attention masks: a token attends only to earlier tokens of its conversation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chatmill.train.attention import HOPPER_TILES, attend, block_mask, dense_mas
 
 
 def rows_of(lengths: list[list[int]], size: int) -> torch.Tensor:
-    """Build rows of segment ids from arbitrary numbers, truncated or padded to one length."""
+    """Build rows of segment ids, truncated or padded to one length."""
     rows = []
     for row in lengths:
         numbers = [number % 5 for number, length in enumerate(row) for _ in range(length)]
@@ -24,7 +24,7 @@ def rows_of(lengths: list[list[int]], size: int) -> torch.Tensor:
 
 
 def plain_mask(segments: torch.Tensor) -> torch.Tensor:
-    """Apply the rule for each pair: all segment ids from the key to the query are equal."""
+    """All segment ids from the key to the query must be equal."""
     rows, size = segments.shape
     mask = torch.zeros(rows, 1, size, size, dtype=torch.bool)
     for row in range(rows):

@@ -33,7 +33,6 @@ EARLY = {**PLAIN, "early_stop_patience": 2}
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
-    """Make evaluations return the losses in `LOSSES`."""
     monkeypatch.setattr(
         loop, "evaluate", lambda model, loader, world, *, batches: Evaluation(LOSSES[loader.cursor().step], 10)
     )
@@ -41,7 +40,6 @@ def measured(monkeypatch):
 
 @pytest.fixture
 def stopped(sums_data, tmp_path):
-    """Return a run that was stopped early."""
     return trained(sums_data, tmp_path, name="stopped", **EARLY)
 
 
@@ -72,7 +70,7 @@ def test_a_run_that_does_not_improve_stops_and_keeps_its_best_checkpoint(stopped
     best = stopped.folder / "step_00000009"
     assert (stopped.best_step, stopped.best_val_loss, stopped.best_checkpoint) == (9, 1.0, best)
     assert str((stopped.folder / "best").readlink()) == best.name
-    # The run evaluates every 3 steps and saves every 5. The best checkpoint, at step 9, is also saved, and is kept.
+    # The run evaluates every 3 steps and saves every 5. The best checkpoint, at step 9, is also saved.
     assert [path.name[-2:] for path in list_checkpoints(stopped.folder)] == ["09", "10", "15"]
     reason = "val loss has not fallen below 1.0000 for 2 evaluations (early_stop_patience 2)"
     said = json.loads(json.dumps(stopped.to_json()))
@@ -158,7 +156,6 @@ def test_keep_best_keeps_the_best_checkpoint_without_early_stopping(sums_data, t
 
 
 def test_the_best_link_points_to_a_complete_checkpoint_after_any_crash(sums_data, tmp_path, monkeypatch):
-    """After a crash at any disk operation, `best` is missing or names a complete checkpoint."""
     run, seen = tmp_path / "run", set()
 
     class Looking(files.Disk):

@@ -150,7 +150,6 @@ LISTED = "state-00000-of-00001.safetensors"
 
 @pytest.fixture
 def saved(tmp_path):
-    """Return a checkpoint, its model and its optimizer."""
     model = small_gpt()
     optimizer = make_optimizer(model, OptimizerConfig(learning_rate=0.1))
     for parameter in model.parameters():

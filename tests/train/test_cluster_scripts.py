@@ -99,7 +99,7 @@ def test_a_slurm_job_trains_like_one_process_and_is_requeued_before_its_time_lim
     assert (cluster / "scontrol.txt").read_text() == "requeue 7\n"
     before = len(curve(metrics.parent))
     assert 2 <= before < STEPS
-    # In this test, the requeued job has another number of ranks.
+    # The requeued job has another number of ranks.
     trained(sums_data, cluster / "runs", name="mine", resume="auto", max_iters=STEPS, save_interval=STEPS)
     trained(sums_data, cluster / "alone", max_iters=STEPS, save_interval=0)
     alone = [(step, pytest.approx(loss, rel=1e-3)) for step, loss in curve(cluster / "alone/run")]
@@ -122,7 +122,7 @@ def test_torchrun_gets_the_rendezvous_of_the_nodes(cluster):
         "torchrun --nnodes 4 --nproc-per-node 8 --max-restarts 0 --node-rank 3 --master-addr a --master-port 5 "
         "-m chatmill.train.doctor --model_name x\n"
     )
-    # A stand-in for srun that runs its command directly.
+    # This stand-in for srun runs its command directly.
     program(cluster, "srun", "import os, sys; os.execvp(sys.argv[2], sys.argv[2:])")
     job = ["bash", str(SCRIPTS / "train.sbatch"), "--model_name", "x"]
     out, _ = start(cluster, *job, LAUNCHER="torchrun", MASTER_PORT="5", SLURM_GPUS_ON_NODE="8").communicate()

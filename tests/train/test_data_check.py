@@ -88,7 +88,6 @@ def test_data_of_other_programs_is_compared_with_the_first_check(tmp_path):
         run_changed(data, tmp_path, 31, pad_token_id=0)
 
 
-# Ids outside of the model's vocabulary.
 
 
 def with_unknown_token(data, split="train"):

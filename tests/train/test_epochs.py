@@ -1,4 +1,4 @@
-"""`epochs` and `tokens_per_step`: the length of a run in passes and the size of its steps in tokens."""
+"""`epochs` and `tokens_per_step`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EPOCHS = {"max_iters": None, "pad_token_id": 0}
 
 
 def uneven(folder: Path, count: int, *, seed: int = 0) -> Path:
-    """A dataset of `count` episodes with 3 to 39 tokens, so that packing differs between epochs."""
+    """Episodes have 3 to 39 tokens, so packing differs between epochs."""
     rng = np.random.default_rng(seed)
     episodes = [rng.integers(1, 50, size).tolist() for size in rng.integers(3, 40, count)]
     return write_files(folder, episodes, [[1] * len(ids) for ids in episodes])
@@ -51,7 +51,7 @@ def mix(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch):
-    """Use packing windows of 16 episodes, so that a small dataset has several windows."""
+    """With packing windows of 16 episodes, a small dataset has several windows."""
     monkeypatch.setattr(plan_module, "WINDOW", 16)
 
 
@@ -207,8 +207,8 @@ def test_a_later_layer_replaces_the_other_key_of_a_pair():
     assert layered({"max_iters": 10}, {"epochs": 3}) == {"epochs": 3}
     assert layered({"epochs": 3}, {"max_iters": 10}) == {"max_iters": 10}
     assert layered({"epochs": 3, "max_iters": None}, {"max_iters": 10}) == {"max_iters": 10}
-    # The stored config of a run contains batch_size and tokens_per_step. If tokens_per_step is given, batch_size
-    # becomes the number of rows per micro-batch.
+    # The stored config contains batch_size and tokens_per_step. If tokens_per_step is given, batch_size becomes the
+    # number of rows per micro-batch.
     stored = {"batch_size": 64, "gradient_accumulation_steps": 8, "tokens_per_step": None}
     assert layered(stored, {"tokens_per_step": 99}) == {"batch_size": 8, "tokens_per_step": 99}
     assert layered(stored, {"tokens_per_step": 99, "batch_size": 4}) == {"batch_size": 4, "tokens_per_step": 99}

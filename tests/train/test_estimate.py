@@ -1,6 +1,4 @@
-"""Memory estimates: exact parts, activations compared with real forward passes, measured runs, and runs that are
-refused.
-"""
+"""Memory estimates, compared with real forward passes and measured runs."""
 
 from __future__ import annotations
 
@@ -55,7 +53,6 @@ LARGE = {"n_layer": 8, "n_embd": 1024, "n_head": 16, "n_ffn": 3072, "vocab_size"
 
 
 def memory_table():
-    """scripts/memory_table.py."""
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
         return importlib.import_module("memory_table")
@@ -65,7 +62,6 @@ def memory_table():
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Path:
-    """Return the folder of a small Hugging Face model in bfloat16."""
     folder = tmp_path_factory.mktemp("model")
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **COMMON)).bfloat16().save_pretrained(folder)
     return folder
@@ -88,7 +84,6 @@ def own(**changes) -> TrainConfig:
     return config(**sizes | {"n_embd": 64, "n_ffn": 96, "n_layer": 3} | changes)
 
 
-# Exact parts of the estimate.
 
 
 @pytest.mark.parametrize(
@@ -205,7 +200,7 @@ def test_a_compiled_model_keeps_the_counted_activations(compute):
         model = GPT(sizes, compute=compute)
         model.compile_blocks(recompute=recompute)
         for block in model.blocks():
-            # torch decides what to keep before it generates kernels, so this backend, which generates none, is enough.
+            # torch decides what to keep before it generates kernels, so a backend without kernels is enough.
             block.compile(backend="aot_eager_decomp_partition", dynamic=False)
         return really_saved(model, lambda: model.hidden(x, positions, segments))
 
@@ -292,7 +287,6 @@ def test_rows_that_cannot_be_divided_among_ranks_are_refused():
         Estimator(on_gpu=True)(TrainConfig(**LARGE), ranks=3)
 
 
-# Suggested changes that make a run fit into memory.
 
 
 def test_changes_that_fit_are_suggested_cheapest_first():
@@ -329,7 +323,6 @@ def test_changes_are_combined_if_no_single_change_fits():
     assert fit.changes[-1].estimate.total == smallest
 
 
-# Runs and the command.
 
 
 def test_a_run_that_cannot_fit_is_refused_before_the_model_is_created(sums_data, tmp_path, monkeypatch):

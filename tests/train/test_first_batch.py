@@ -1,4 +1,4 @@
-"""Before the first step, a run shows how many tokens of its first batch are trained, and some trained answers."""
+"""Before the first step, a run shows how many tokens of its first batch it trains on, and some answers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_spans_are_consecutive_trained_positions_of_a_segment(data):
 
 
 def letters(ids: Sequence[int]) -> str:
-    """A tokenizer whose tokens have zero to five characters."""
+    """Decode each id as zero to five characters."""
     return "".join(chr(97 + id % 26) * (id % 6) for id in ids)
 
 
@@ -84,7 +84,6 @@ def talk(*turns: str) -> str:
 
 @pytest.fixture
 def dataset(tmp_path, monkeypatch):
-    """Prepare conversations."""
     monkeypatch.chdir(tmp_path)
 
     def make(*lines: str, flags: Sequence[str] = ()):
@@ -137,7 +136,7 @@ def test_token_ids_are_shown_without_a_tokenizer(tmp_path):
 
 
 def test_answers_without_an_end_token_cause_a_warning(tmp_path):
-    """Another program wrote the data and does not train the ends of turns."""
+    """The program that wrote the data left the ends of turns out of the mask."""
     state = {"eot_token_id": 7}
     data = write_files(tmp_path / "data", [[1, 2, 3, 7]] * 4, [[0, 1, 1, 0]] * 4)
     (data / "tokenizer_state.json").write_text(json.dumps(state))
@@ -153,7 +152,7 @@ def test_answers_without_an_end_token_cause_a_warning(tmp_path):
 def test_answers_cut_at_the_end_of_their_row_cause_a_warning(dataset):
     lines = [talk("Hi", "Hello there, how are you?"), *[talk("Hi", "Yes")] * 3]
     data = dataset(*lines, flags=["--max-tokens", "40", "--fit", "windows"])
-    # The warning counts only the first batch: other batches may have complete answers.
+    # Other batches may have complete answers.
     assert first_of(data, batch_size=1, block_size=39, epoch_shuffle=False).warnings[0].startswith("1 of 1 answers")
     first = first_of(data, batch_size=5, block_size=39)
     assert first.warnings == [

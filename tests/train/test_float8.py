@@ -1,4 +1,4 @@
-"""Rounding in float8 matrix products, emulated on the CPU; tests/train/test_gpu.py runs them on a GPU."""
+"""Rounding in float8 matrix products, emulated on the CPU; test_gpu.py runs them on a GPU."""
 
 from __future__ import annotations
 

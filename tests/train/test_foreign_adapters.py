@@ -1,6 +1,4 @@
-"""Adapters made with peft give the same logits as in peft, whether loaded or merged; unsupported ones are refused with
-a one-line error.
-"""
+"""Adapters made with peft give the same logits as in peft, whether loaded or merged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Sharded models: each rank loads its own rows of the weights, and the ranks together save the same bytes as one
-process.
-"""
+"""Sharded models: each rank loads its own rows of the weights, and the ranks save the same bytes as one process."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ JSON = ("config.json", "generation_config.json")
 
 
 def opened(world: World, settings: dict[str, Any], compute: torch.dtype | None = None) -> CausalModel:
-    """Load the model of a config in shards; check that its parameters, except adapters, have no memory before that."""
+    """Load the model of a config in shards. Until then, only adapters may have memory."""
     made = open_for_shards(config(parallel="fsdp", **settings), VOCAB, compute=compute, world=world)
     assert made.note is None, made.note
     assert all(each.is_meta or "lora_" in name for name, each in made.model.named_parameters())
@@ -44,7 +42,6 @@ def opened(world: World, settings: dict[str, Any], compute: torch.dtype | None =
 
 
 def whole_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Gather all weights and buffers from all ranks."""
     state = {**model.state_dict(), **dict(model.named_buffers())}
     return {name: whole(tensor.detach()) for name, tensor in state.items()}
 
@@ -62,7 +59,7 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def architectures(tmp_path_factory) -> Path:
-    """Return a folder for each architecture, as transformers writes it, in several files."""
+    """Write a folder for each architecture, as transformers writes it, in several files."""
     folder = tmp_path_factory.mktemp("architectures")
     for name in ARCHITECTURES:
         fresh(name).to(torch.bfloat16 if name == "llama" else None).save_pretrained(
@@ -73,7 +70,7 @@ def architectures(tmp_path_factory) -> Path:
 
 
 def test_every_architecture_loads_and_saves_in_shards_like_one_process(architectures, tmp_path):
-    """Weights and buffers equal those of `from_pretrained` bitwise; saved files equal those of an unsharded model."""
+    """Weights and buffers equal those of `from_pretrained` bitwise. Saved files equal those of an unsharded model."""
 
     def work(rank: int) -> None:
         sharded_save.SHARD_BYTES = 20_000
@@ -106,9 +103,7 @@ def test_every_architecture_loads_and_saves_in_shards_like_one_process(architect
 
 
 def test_new_models_saved_models_and_adapters_load_like_in_one_process(tmp_path):
-    """The cases include row counts that are not divisible by the number of ranks, and the precision of every
-    optimizer.
-    """
+    """Some row counts are not divisible by the number of ranks."""
     (tmp_path / "gpt").mkdir()
     small_gpt().save(tmp_path / "gpt")
     qwen, half = save_qwen(tmp_path / "qwen"), tmp_path / "half"
@@ -142,7 +137,7 @@ def test_new_models_saved_models_and_adapters_load_like_in_one_process(tmp_path)
 
 
 def save_adapters(base: Path, folder: Path) -> Path:
-    """Save adapters of a model, with values that differ from new adapters."""
+    """Save adapters with values that differ from new adapters."""
     model = make_model(config(init_from_model=str(base), lora={"r": 4}), VOCAB, compute=None)
     with torch.no_grad():
         for parameter in model.parameters():

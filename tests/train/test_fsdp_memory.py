@@ -1,4 +1,4 @@
-"""No rank of a sharded run ever has the whole model in memory, neither while loading nor while saving."""
+"""No rank of a sharded run ever has the whole model in memory."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def rss_anon() -> int:
 
 @contextmanager
 def watched() -> Iterator[list[int]]:
-    """Yield a list whose last item is the peak growth of anonymous memory in the `with` block, once the block has
-    ended.
-    """
+    """Yield a list. After the block, its last item is the peak growth of anonymous memory in the block."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before, growth, done = rss_anon(), [0], threading.Event()
@@ -98,7 +96,6 @@ def open_and_save(world: World, folder: Path, settings: dict[str, Any], saved: P
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> tuple[Path, int, int]:
-    """Return a folder with two models, and the sizes of the larger one."""
     folder = tmp_path_factory.mktemp("models")
     write_model(folder / "toy", layers=1, hidden=64)
     return folder, *write_model(folder / "model", layers=2, hidden=HIDDEN)
@@ -111,15 +108,14 @@ def models(tmp_path_factory) -> tuple[Path, int, int]:
     ids=["2 ranks, adapters", "4 ranks"],
 )
 def test_a_rank_holds_only_its_shard_and_one_tensor(models, tmp_path, count, settings):
-    """Load and save a model of many files, with and without adapters."""
     folder, size, largest = models
 
     def work(rank: int) -> list[int]:
-        # Return freed memory immediately, so that the measurement shows only memory in use.
+        # Otherwise, freed memory would count as memory in use.
         assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
         sharded_save.SHARD_BYTES = largest
         world = World(rank, count, torch.device("cpu"))
-        # Import modules and make first-use allocations, such as the workspace of BLAS, before measuring.
+        # The first use imports modules and makes allocations, such as the workspace of BLAS.
         torch.ones(VOCAB, VOCAB) @ torch.ones(VOCAB, VOCAB)
         open_and_save(world, folder / "toy", settings, tmp_path / "toy")
         return open_and_save(world, folder / "model", settings, tmp_path / "saved")

@@ -62,7 +62,6 @@ class KillingDisk(Disk):
 
     def write(self, fd: int, data: Any) -> int:
         if self._at[0] == "write" and self._at[1] in self._names[fd].name:
-            # Write only half of the data before the kill.
             super().write(fd, memoryview(data)[: len(data) // 2])
             self._reach("write", self._names[fd])
         return super().write(fd, data)
@@ -113,9 +112,7 @@ def undisturbed(sums_data, tmp_path_factory) -> Path:
 
 
 def test_a_rank_killed_during_a_save_leaves_a_run_that_resumes_bitwise(undisturbed, sums_data, tmp_path):
-    """The rank is killed while writing a file of the model, before creating a file, and before and after the publishing
-    rename.
-    """
+    """The rank is killed while writing a file, before creating a file, and before and after the publishing rename."""
     for rank, operation, name in KILLS:
         killed(sums_data, tmp_path, rank, operation, name, max_iters=6)
         assert len(list_checkpoints(tmp_path / "run")) == (operation == "renamed")
@@ -140,7 +137,7 @@ def test_runs_resume_from_two_ranks_to_four_and_from_four_to_one(undisturbed, su
 
 
 def test_adapters_on_a_sharded_base_train_like_in_one_process(sums_data, tmp_path):
-    """The base model has bfloat16 weights and its adapters are float32; training is tested with both compute dtypes."""
+    """The base model has bfloat16 weights, and its adapters are float32."""
     base = save_qwen(tmp_path / "base", vocab_size=300)
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(base / "model.safetensors").items()}
     save_file(tensors, base / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,4 @@
-"""chatmill's own GPT: compared with transformers' Qwen3, isolated from other conversations, saved and loaded."""
+"""chatmill's own GPT, compared with transformers' Qwen3."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from chatmill.train.rotary import rotate, rotations, split_heads
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is available"),
-    # Ignore warnings that torch.compile causes in its own code.
+    # torch.compile causes warnings in its own code.
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -38,7 +38,7 @@ def test_offloaded_activations_give_the_same_gradients_and_free_the_gpu(compiled
         model.checkpoint_blocks(offload=offload)
         if compiled:
             model.compile_blocks()
-        # Run twice, so that host buffers are reused; the first call compiles.
+        # The first call compiles, and the second reuses host buffers.
         for _ in range(2):
             model.zero_grad(set_to_none=True)
             torch.cuda.reset_peak_memory_stats()
@@ -240,7 +240,7 @@ def test_the_compiled_step_of_low_precision_adamw_equals_the_eager_one(eight_bit
                 weight.grad = torch.randn(weight.shape, generator=generator).to(device)
             optimizer.step()
         ends.append(weights)
-    # A value between two int8 codes may be rounded to either, and the GPU rounds bfloat16 moments with different random
+    # A value between two int8 codes may be rounded to either. The GPU rounds bfloat16 moments with other random
     # numbers.
     assert all(far(gpu.detach(), cpu.detach()) < 1e-3 for cpu, gpu in zip(*ends, strict=True))
 

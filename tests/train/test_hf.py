@@ -49,7 +49,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi": COMMON,
     # Experts.
     "mixtral": COMMON | {"num_local_experts": 2},
-    # These architectures do not separate conversations: they use ALiBi or a recurrent state.
+    # These architectures use ALiBi or a recurrent state, so they do not separate conversations.
     "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
     # The causal model of this architecture skips the outer module of its base model.
@@ -59,7 +59,7 @@ APART = {"bloom", "mamba", "opt"}
 
 
 def fresh(name: str, **changes: Any) -> Any:
-    """Return a new model of this architecture, with weights large enough for distinct logits."""
+    """Return a new model with weights large enough for distinct logits."""
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **ARCHITECTURES[name], **changes))
     with torch.no_grad():
@@ -134,7 +134,6 @@ def their_answer(model: HFModel, prompt: list[int], count: int, **how: Any) -> l
 
 
 def qwen(tmp_path: Path) -> Path:
-    """Return a model folder written by transformers, with tokenizer files."""
     fresh("qwen3").save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "tokenizer.json").write_text("{}")
     (tmp_path / "base" / "chat_template.jinja").write_text("hello")
@@ -170,7 +169,7 @@ def test_a_trained_and_saved_model_has_the_same_logits_in_transformers(tmp_path)
 
 def test_a_generation_config_that_transformers_refuses_to_write_is_copied_verbatim(tmp_path):
     folder = qwen(tmp_path)
-    # A temperature without do_sample, as in some published models.
+    # Some published models have a temperature without do_sample.
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 3], "temperature": 0.6}')
     model = open_model(folder)
     for place in (tmp_path / "saved", folder):

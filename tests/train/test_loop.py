@@ -1,4 +1,4 @@
-"""The training loop: the files of a run, its evaluations, and how it stops."""
+"""The training loop."""
 
 from __future__ import annotations
 
@@ -338,7 +338,6 @@ def test_a_second_signal_ends_the_run_immediately(sums_data, tmp_path):
         train_model(config(), model_name="run", dataset_dir=sums_data, out_dir=tmp_path, watch=both, quiet=True)
 
 
-# Data and models that cannot be trained.
 
 
 def broken(settings, vocab_size, value):

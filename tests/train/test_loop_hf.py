@@ -1,6 +1,4 @@
-"""The training loop with Hugging Face models and adapters: runs are stopped and resumed, and transformers loads the
-result.
-"""
+"""The training loop with Hugging Face models and adapters."""
 
 from __future__ import annotations
 
@@ -146,7 +144,7 @@ def test_transformers_loads_a_trained_model(base, sums_data, tmp_path):
 @WAYS
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_several_ranks_train_like_one(base, sums_data, tmp_path, way, parallel):
-    # Remove dropout from the model, because each rank draws its own masks.
+    # Each rank draws its own dropout masks.
     plain = tmp_path / "plain"
     shutil.copytree(base, plain)
     config = plain / "config.json"

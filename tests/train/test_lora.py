@@ -24,7 +24,6 @@ BATCH = packed([CHATS[:2], CHATS[2:]], 16)
 
 @pytest.fixture
 def base(tmp_path):
-    """Return a model folder written by transformers."""
     return save_qwen(tmp_path / "base")
 
 
@@ -104,9 +103,7 @@ def test_saved_adapters_load_bitwise_equal_with_their_base_model(base, tmp_path)
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 def test_adapters_that_are_trained_further_keep_the_precision_of_their_base_model(base, tmp_path, weights):
-    """With adamw8bit, trained weights are bfloat16, but the base model of adapters is not trained and keeps its
-    precision.
-    """
+    """With adamw8bit, trained weights are bfloat16. The base model of adapters is not trained."""
     adapted(base).save(tmp_path / "adapters")
     model = open_model(tmp_path / "adapters", weights=weights)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

@@ -142,7 +142,7 @@ def test_a_suspended_rank_is_waited_for_and_a_killed_rank_ends_all_ranks(tmp_pat
     wait_for(tmp_path / "went on")
     ranks.send(3, signal.SIGKILL)
     for rank in range(3):
-        # Send SIGTERM, as torchrun does to the other ranks when one has ended.
+        # When one rank has ended, torchrun sends SIGTERM to the others.
         ranks.send(rank, signal.SIGTERM)
     assert ranks.ended() == [1, 1, 1, -signal.SIGKILL]
     [(speaker, line)] = ranks.lines()
@@ -168,8 +168,6 @@ def test_an_error_that_one_rank_leaves_to_rank_0_is_printed_and_ends_all_ranks(t
 
 
 class Keys(dict):
-    """A store within one process."""
-
     set = dict.__setitem__
     get = dict.__getitem__
 

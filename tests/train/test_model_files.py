@@ -1,6 +1,4 @@
-"""Bad model folders are detected from file types and headers, and refused with a one-line error before any weights are
-loaded.
-"""
+"""Bad model folders are rejected with a one-line error before any weights are loaded."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def model():
 
 
 def plain_losses(model: GPT, ids: list[int], mask: list[int]) -> tuple[float, int]:
-    """Return the summed loss of a conversation's trained tokens, and their number."""
+    """Return the summed loss of a conversation, and the number of tokens in its mask."""
     x = torch.tensor([ids])
     with torch.no_grad():
         logits = model.logits(x, torch.arange(len(ids))[None], torch.zeros_like(x))[0]

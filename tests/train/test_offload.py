@@ -30,7 +30,6 @@ def on_the_cpu(monkeypatch):
 
 @pytest.fixture
 def copies(monkeypatch) -> list[str]:
-    """Record all copies in order."""
     done: list[str] = []
     copy = SavedInput._copy
 
@@ -43,7 +42,7 @@ def copies(monkeypatch) -> list[str]:
 
 
 def gpt2() -> HFModel:
-    """Return a model with dropout, whose masks must be the same in the recomputation."""
+    """The dropout masks must be the same in the recomputation."""
     torch.manual_seed(0)
     return HFModel(GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **COUNTS)).train())
 

@@ -42,7 +42,6 @@ WIDE = {"n_embd": 64, "n_ffn": 64}
 """Model sizes for which some parameters have 8-bit moments."""
 
 
-# Rounding and codes.
 
 
 @given(st.floats(-(2.0**126), 2.0**126, width=32), st.integers(0, 2**30 - 1))
@@ -244,9 +243,7 @@ def test_another_seed_rounds_differently(sums_data, tmp_path, name):
 
 @pytest.mark.parametrize(("name", "parallel"), [("adamw8bit", "fsdp"), ("adamw_bf16", "ddp")])
 def test_replicas_stay_identical_and_one_rank_resumes_checkpoints_of_two(sums_data, tmp_path, name, parallel):
-    """Two ranks draw their own random numbers for rounding; one rank then resumes from their full or sharded
-    checkpoint.
-    """
+    """The two ranks draw their own random numbers for rounding."""
     sharded = "sharded" if parallel == "fsdp" else "full"
     often = {"optimizer": name, "parallel": parallel, "checkpoint": sharded, "max_iters": 4, **WIDE, "save_interval": 2}
 
@@ -297,8 +294,9 @@ def test_optimizers_that_need_unsharded_matrices_are_refused_with_fsdp(name):
 
 @pytest.fixture
 def saved(tmp_path):
-    """Return a function that saves a checkpoint after one step. It returns the checkpoint's tensors, and a function
-    that restores the checkpoint with changed tensors.
+    """Return a function that saves a checkpoint after one step.
+
+    It returns the checkpoint's tensors, and a function that restores the checkpoint with changed tensors.
     """
 
     def made(name: str):
@@ -349,14 +347,11 @@ def test_impossible_optimizer_state_is_refused(saved, name):
         read({key: tensor for key, tensor in tensors.items() if key != kinds["step"]})
 
 
-# Loss compared with float32 AdamW.
 
 
 @cache
 def chain_batch(changed: int, *seed: int):
-    """Return a batch of sequences from a Markov chain, in which every token is trained; the first `changed` rows of the
-    transition table are replaced.
-    """
+    """Return a batch of sequences from a Markov chain; `changed` rows of the transition table are replaced."""
     table = np.random.default_rng(0).integers(1, VOCAB, (VOCAB, 2))
     table[:changed] = np.random.default_rng(1).integers(1, VOCAB, (changed, 2))
     rng = np.random.default_rng(seed)
@@ -404,5 +399,5 @@ def test_each_optimizer_is_close_to_float32_adamw_from_a_converged_model(converg
     losses = {name: finetuned(name, lr) for name, lr in FINETUNED.items()}
     assert max(abs(losses[name] - losses["adamw"]) for name in LOW) < 0.02
     assert max(losses.values()) < losses["adamw"] + 0.1
-    # With rounding to the nearest value instead of stochastic rounding, the loss is clearly higher.
+    # With rounding to nearest instead of stochastic rounding, the loss is clearly higher.
     assert finetuned("adamw", 1e-3, nearest=True) > losses["adamw"] + 0.04

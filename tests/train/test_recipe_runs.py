@@ -1,6 +1,4 @@
-"""Runs on one dataset with several sources: length in epochs of each source, evaluation by source, audit log and
-resuming.
-"""
+"""Runs on one dataset with several sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is refused or fails before its first step finishes leaves no audit log and no folder."""
+"""A run that fails before the end of its first step leaves no audit log and no folder."""
 
 from __future__ import annotations
 

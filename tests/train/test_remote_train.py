@@ -1,6 +1,4 @@
-"""Training from a bucket gives the same losses as from a local dataset, a run can resume from either, and errors are
-one line.
-"""
+"""Training from a bucket gives the same losses as from a local dataset, and a run can resume from either."""
 
 from __future__ import annotations
 
@@ -32,7 +30,6 @@ STEPS = 6
 
 
 def copied(folder: Path, url: Url) -> Url:
-    """Copy the dataset of a folder to a URL."""
     for name, info in listed_files(read_metadata(folder)):
         objects.write(url / f"objects/{info.sha256}", (folder / name).read_bytes())
     objects.write(url / "dataset_metadata.json", (folder / "dataset_metadata.json").read_bytes())
@@ -47,7 +44,7 @@ def local(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def settings(tmp_path, monkeypatch):
-    # Runs change these variables, so set them with `monkeypatch`, which restores them.
+    # Runs change these variables, and `monkeypatch` restores them.
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CHATMILL_CACHE_SIZE", "1GB")
     monkeypatch.setattr(objects, "FIRST_DELAY", 0.001)
@@ -181,7 +178,7 @@ def test_the_progress_of_downloads_is_shown_while_the_first_batch_waits(local, t
             shown.set()
 
     def slow(url, *range_of_bytes):
-        # Delay every download except that of the index, which is needed before the run starts.
+        # Only the index is needed before the run starts.
         assert range_of_bytes[1] == index.size or shown.wait(60)
         return read(url, *range_of_bytes)
 
@@ -255,7 +252,7 @@ def test_verify_finds_a_flipped_bit_in_the_cache(local, tmp_path):
     data = bytearray(path.read_bytes())
     data[100] ^= 1
     path.write_bytes(data)
-    # This simulates a disk error, which does not change the modification time.
+    # A disk error does not change the modification time.
     os.utime(path, ns=times)
     with pytest.raises(
         ChatmillError, match=rf"{tokens.sha256}: sha256 .*; the file has changed; remove the file from the cache"

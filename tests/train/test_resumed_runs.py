@@ -142,7 +142,7 @@ def test_a_different_model_or_order_is_refused_with_the_changed_keys(undisturbed
 def test_a_rollout_checkpoint_is_refused_and_its_model_is_suggested(sums_data, tmp_path):
     model = small_gpt()
     optimizer = make_optimizer(model, OptimizerConfig(learning_rate=0.01, beta1=0.9, beta2=0.9, weight_decay=0.0))
-    # Save a checkpoint like those of `chatmill rollout train`.
+    # Checkpoints of `chatmill rollout train` look like this.
     world, said = World(0, 1, torch.device("cpu")), {"step": 2, "config": {"rollout_every": 2}}
     path = save(tmp_path / "stage2", said, model, optimizer, world, sharded=False, keep=2, about={})
     with pytest.raises(UsageError) as error:

@@ -1,4 +1,4 @@
-"""Rollout training of a Hugging Face model: its own template, adapters, replay, resuming, and several ranks."""
+"""Rollout training of a Hugging Face model."""
 
 from __future__ import annotations
 

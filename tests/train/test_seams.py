@@ -1,4 +1,4 @@
-"""A custom loss and a custom model family can be trained without changing chatmill."""
+"""A custom loss and a custom model family can be used without changing chatmill."""
 
 from __future__ import annotations
 

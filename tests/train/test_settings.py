@@ -51,8 +51,6 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(place, monkeypatch, capsys):
-    """Run `chatmill` with these arguments; return exit code, stdout and stderr."""
-
     def run(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["chatmill", *args])
         with pytest.raises(SystemExit) as ended:
@@ -65,7 +63,6 @@ def run(place, monkeypatch, capsys):
 
 @pytest.fixture
 def runs(place, monkeypatch):
-    """Return the arguments of every run that the command would start."""
     started = []
     monkeypatch.setattr(
         command, "train_model", lambda config, **more: started.append(SimpleNamespace(config=config, **more))
@@ -80,7 +77,6 @@ def config_of(runs: list[SimpleNamespace], *args: str) -> TrainConfig:
     return runs.pop().config
 
 
-# Build and train from one file.
 
 
 def test_one_settings_file_configures_building_and_training(run):
@@ -272,7 +268,6 @@ def test_invalid_toml_is_a_one_line_error(run, content):
         assert len(err) < 1000
 
 
-# Caches built with other settings.
 
 
 @pytest.mark.parametrize(

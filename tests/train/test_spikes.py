@@ -1,4 +1,4 @@
-"""Loss spikes: steps with a spike, and conversations that caused a spike or a loss that is not finite."""
+"""Loss spikes, and the conversations that caused them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NoSources:
 
 
 def spikes(losses, *, after=0, lines=None):
-    """Return the spikes in a series of losses, by step: how far the loss is above the median."""
+    """Return how far each spike in a series of losses is above the median, by step."""
     watch = LossSpikes(NoSources(), ALONE, (lines if lines is not None else []).append, after, deque(maxlen=WINDOW), 0)
     marks = {step: watch.follow(step, StepResult(loss, 1.0, None)) for step, loss in enumerate(losses, 1)}
     marks = {step: mark["spike"] for step, mark in marks.items() if mark}
@@ -69,7 +69,7 @@ def test_noisy_runs_have_few_false_alarms(noise, most):
     rng = np.random.default_rng(0)
     values = {
         "normal": 2 + 0.3 * rng.normal(size=20_000),
-        # Noise like that of batches with a few short answers.
+        # Batches with a few short answers have such noise.
         "lognormal": 2 * np.exp(0.5 * rng.normal(size=20_000)),
         "exponential": 0.3 + rng.exponential(size=20_000),
     }

@@ -1,4 +1,4 @@
-"""A run without use_loss_mask first reports how many non-answer tokens it trains; help lists the flag first."""
+"""A run without use_loss_mask first reports how many non-answer tokens it trains on."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_count_equals_that_of_an_epochs_batches(folders, kind):
 
 def test_counts_come_from_metadata_without_reading_masks(folders, monkeypatch):
     loaders = [EpisodeLoader(folders[kind], config(use_loss_mask=False)) for kind in ("dataset", "cache")]
-    # Remove the function that reads masks, so that reading a mask would fail.
+    # Reading a mask would now fail.
     monkeypatch.setattr("chatmill.load.source.reading", None)
     assert all(count_non_answers(loader) is not None for loader in loaders)
 

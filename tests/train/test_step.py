@@ -27,7 +27,8 @@ def a_batch(rows: int = 8) -> Batch:
 
 
 def uneven(per_rank: int = 2) -> Batch:
-    """Return rows for three ranks: the first trains no token, the second a few, the third ten times as many."""
+    """Return rows for three ranks. The masks contain no token on the first, a few on the second and many on the third.
+    """
     rows = [[(ids, [0.0] * len(ids))] for ids in ([5, 6, 7, 8], [9, 10, 11])]
     rows += [[([1, 2, 3], [0.0, 1.0, 0.0])], [([4, 5, 6, 7], [0.0, 0.0, 0.0, 1.0])]]
     rows += [[(list(range(1, 12)), [0.0] + [1.0] * 10)], [(list(range(20, 31)), [0.0] + [1.0] * 10)]]
@@ -119,7 +120,7 @@ def test_the_contents_of_a_batch_are_counted():
     rows = [[([1, 2, 3], [0.0, 1.0, 0.5])], [([4, 5], [0.0, 0.0]), ([6, 7, 8], [1.0, 0.0, 0.0])], []]
     batch = packed(rows, 9)
     counts = count_batch(batch, micro_batches(batch, 3, CPU))
-    # The first token of a conversation is never predicted, so the second row trains no token; the third row is empty.
+    # The first token of a conversation is never predicted, so the second row has no loss. The third row is empty.
     assert counts == StepCounts(weight=1.5, trained=2, tokens=8, untrained_rows=1)
 
 

@@ -1,4 +1,4 @@
-"""Signals that end a run: the first lets it save, the second ends it at once; a hanging step has a time limit."""
+"""Signals that end a run: the first lets it save, the second ends it at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of trained tokens, compared with torch's cross entropy on full logits, for every split of the batch."""
+"""The loss, compared with torch's cross entropy on full logits, for every split of the batch."""
 
 from __future__ import annotations
 

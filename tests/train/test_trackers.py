@@ -36,7 +36,7 @@ ALL = ["tensorboard", "wandb", "mlflow"]
 SECRET = "value-of-an-environment-variable"
 SETTINGS = {"eval_interval": 2, "save_interval": 2, "eval_samples": 1, "keep_checkpoints": 9, "report_to": ALL}
 
-# Ignore warnings of the clients themselves.
+# The clients themselves cause warnings.
 pytestmark = pytest.mark.filterwarnings("default")
 
 
@@ -57,7 +57,6 @@ def run(data, out, *, resume=None, trackers=(), quiet=True, watch=None, **change
 
 @pytest.fixture(scope="module")
 def clients(tmp_path_factory):
-    """Set up the clients: W&B offline, MLflow on SQLite."""
     folder = tmp_path_factory.mktemp("clients")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -91,7 +90,6 @@ def tracked(clients, sums_data):
 
 
 def resumed_lines(tracked):
-    """Return all lines that were logged after the run resumed."""
     return [line for line in tracked.lines if line["step"] > 2]
 
 
@@ -183,8 +181,6 @@ def test_trackers_do_not_change_process_hooks(tracked):
 
 
 class Recorder:
-    """A custom tracker."""
-
     def __init__(self, name="own", **faults):
         self.name, self.calls, self.faults = name, [], faults
 
@@ -422,7 +418,7 @@ def test_wandb_without_credentials_and_mlflow_with_a_wrong_address_refuse_the_ru
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
     with pytest.raises(UsageError, match=r"mlflow: .*nowhere.*; check MLFLOW_TRACKING_URI"):
         trained(sums_data, clients / "refused", report_to=["mlflow"])
-    # The client reads its settings only once, so shut it down before changing them.
+    # The client reads its settings only once.
     wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "on")
     with pytest.raises(UsageError, match=r"^wandb: .* mode Input should be 'online'"):

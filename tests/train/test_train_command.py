@@ -1,4 +1,4 @@
-"""`python train.py` and `chatmill train` as users run them, with few packages besides torch."""
+"""`python train.py` and `chatmill train` as users run them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def place(sums_data, tmp_path, monkeypatch):
 
 
 class Started:
-    """The command, running in a process that is forked with all modules already imported."""
+    """The command, in a process that is forked with all modules already imported."""
 
     def __init__(self, *args: str, **variables: str) -> None:
         self._output = tempfile.TemporaryDirectory()
@@ -94,7 +94,7 @@ def test_train_py_needs_only_numpy_torch_and_safetensors(place):
 
 @pytest.mark.parametrize("size", ["150M", "30M"])
 def test_the_documented_command_trains(place, monkeypatch, capsys, size):
-    # These are the documented commands, with smaller models to keep the test short.
+    # Smaller models keep the test of the documented commands short.
     (place / "configs").unlink()
     (place / "configs/sft1").mkdir(parents=True)
     shipped = json.loads((ROOT / f"configs/sft1/{size}.json").read_text())
@@ -222,7 +222,7 @@ def test_a_folder_name_may_look_like_a_number(place):
 
 def test_shape_flags_are_refused_together_with_init_from_model(place):
     main(flags("--max_iters", "1"))
-    # Model sizes in a config file are ignored with init_from_model, and only flags are refused.
+    # With init_from_model, model sizes in a config file are ignored, and only flags are rejected.
     main(flags("--max_iters", "1", "--init_from_model", "checkpoints/mine", name="next"))
     for more in (
         flags("--init_from_model", "checkpoints/mine", name="other"),

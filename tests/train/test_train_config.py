@@ -1,4 +1,4 @@
-"""The configuration of a run: keys, their layers, and invalid values."""
+"""The configuration of a run."""
 
 from __future__ import annotations
 

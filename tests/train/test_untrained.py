@@ -1,4 +1,4 @@
-"""Runs without trained tokens are refused before the model is loaded, or stop with the reason."""
+"""Runs with an empty loss mask are refused before the model is loaded, or stop with the reason."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ COMMON = {
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": COMMON,
-    # Tied embeddings that are scaled in the dtype of their weight.
+    # Tied embeddings are scaled in the dtype of their weight.
     "gemma3_text": COMMON | {"head_dim": 8},
     # Weights outside nn.Linear: Conv1D, experts, and weights that other modules read directly.
     "gpt2": GPT2 | {"bos_token_id": 1, "eos_token_id": 2},
@@ -50,7 +50,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def folder_of(name: str, dtype: torch.dtype, folder: Path) -> Path:
-    """Save a model of this architecture, with weights large enough for distinct logits."""
+    """Save a model with weights large enough for distinct logits."""
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **ARCHITECTURES[name]))
     with torch.no_grad():
@@ -175,7 +175,7 @@ def test_bfloat16_weights_can_be_trained_and_their_gradients_are_bfloat16(tmp_pa
     theirs = torch.autograd.grad(exact(*given).total, list(exact.parameters()))
     for parameter, a, b in zip(model.parameters(), ours, theirs, strict=True):
         assert a.dtype == parameter.dtype
-        # The tolerance is needed because gradients of repeated tokens are summed in bfloat16.
+        # Gradients of repeated tokens are summed in bfloat16.
         assert torch.allclose(a.float(), b, rtol=1e-2, atol=1e-2 * float(b.abs().max()))
 
 
@@ -192,8 +192,7 @@ def test_a_chatmill_gpt_loads_in_the_dtype_of_its_file(tmp_path):
 
 
 def test_fsdp_refuses_layers_with_weights_of_several_dtypes(tmp_path, monkeypatch):
-    """With float32 computation, the norms are float32, but FSDP requires one dtype for all trained weights of a
-    layer.
+    """With float32 computation, the norms are float32, but FSDP requires one dtype for all trained weights of a layer.
     """
     model = open_model(folder_of("llama", torch.float32, tmp_path), weights="bfloat16")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

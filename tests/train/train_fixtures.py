@@ -58,7 +58,6 @@ def run_chatmill(*args: str) -> None:
 
 
 def sums(count: int, *, seed: int = 0) -> str:
-    """Return conversations about sums, as JSONL."""
     rng = np.random.default_rng(seed)
     lines = []
     for a, b in rng.integers(0, 50, (count, 2)).tolist():
@@ -68,7 +67,6 @@ def sums(count: int, *, seed: int = 0) -> str:
 
 
 def prepare(folder: Path, name: str, *flags: str, seed: int = 0, count: int = 60) -> Path:
-    """Prepare a dataset of sums with `chatmill prepare`."""
     source = folder / f"{name}.jsonl"
     source.write_text(sums(count, seed=seed))
     run_chatmill("prepare", str(source), "-o", str(folder / name), "--workers", "1", *flags)
@@ -77,7 +75,7 @@ def prepare(folder: Path, name: str, *flags: str, seed: int = 0, count: int = 60
 
 
 def write_files(target: Path, episodes: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> Path:
-    """Write a dataset as another program would: only the documented files."""
+    """Write only the documented files, as another program would."""
     shard = target / "train" / shard_name(0)
     shard.mkdir(parents=True)
     np.array([id for ids in episodes for id in ids], dtype="<u2").tofile(shard / TOKENS)
@@ -115,14 +113,12 @@ def config(**changes: Any) -> TrainConfig:
 def trained(
     dataset: Path, out_dir: Path, *, name: str = "run", resume: str | None = None, **changes: Any
 ) -> TrainResult:
-    """Train the small model without output."""
     return train_model(
         config(**changes), model_name=name, dataset_dir=dataset, out_dir=out_dir, resume=resume, quiet=True
     )
 
 
 def weights(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Return the weights of a checkpoint's model."""
     return {name: tensor.numpy() for name, tensor in load_file(checkpoint / "model" / "model.safetensors").items()}
 
 

@@ -36,7 +36,6 @@ def arrays(batch: Mapping[str, torch.Tensor]) -> Columns:
 
 
 def batches(dataset: Path, config: Mapping[str, Any], *, steps: int, accumulation: int = 1) -> list[Columns]:
-    """Return the micro-batches of a run."""
     return [arrays(batch) for batch in train_loader(new_accelerator(accumulation), dataset, config, steps=steps)]
 
 
@@ -53,7 +52,6 @@ class Run:
         self.loader = train_loader(self.accelerator, dataset, PACKED, steps=steps, **options)
 
     def losses(self) -> Iterator[float]:
-        """Return the loss of each remaining step."""
         parts = []
         for batch in self.loader:
             with self.accelerator.accumulate(self.model):
@@ -72,9 +70,7 @@ def losses(dataset: Path, model: Path, *, accumulation: int = 1) -> list[float]:
 
 
 def interrupted(dataset: Path, model: Path, folder: Path, *, at: int, accumulation: int = 1) -> list[float]:
-    """Save a run at step `at`, train two more steps, and resume from the checkpoint; return the losses without those
-    two steps. The audit log is in `folder`.
-    """
+    """Save at step `at`, train two more steps, and resume; return the losses without those two steps."""
     run = {"steps": FEWER, "accumulation": accumulation, "audit_dir": folder / "audit"}
     first = Run(dataset, model, **run)
     steps = first.losses()
@@ -109,8 +105,6 @@ def resumed(dataset: Path, checkpoint: Path, *, steps: int, accumulation: int = 
 
 
 class Wrapped(IterableDataset):
-    """A user's dataset that returns dicts."""
-
     def __init__(self, loader: EpisodeLoader) -> None:
         self.loader = loader
 
@@ -125,7 +119,7 @@ def only(items: list[Any]) -> Any:
 
 
 def refusal(read: Any) -> str:
-    """Read one batch; return the error line, or an empty string if there is no error."""
+    """Read one batch; return the error line, or an empty string."""
     try:
         next(iter(read))
     except ChatmillError as error:
@@ -134,8 +128,7 @@ def refusal(read: Any) -> str:
 
 
 def refusals(dataset: Path) -> dict[tuple[Any, ...], str]:
-    """Return the error, or "", of each prepared loader; the loaders differ in ranks, dispatching, workers and
-    wrapping.
+    """Return the error of each prepared loader, or "". The loaders differ in ranks, dispatching, workers and wrapping.
     """
     lines = {}
     rank, world_size = (accelerator := new_accelerator()).process_index, accelerator.num_processes

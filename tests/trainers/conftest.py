@@ -26,13 +26,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory) -> Path:
-    """Return a dataset of chats whose answers all have weight 1."""
     return trainer_fixtures.write_dataset(tmp_path_factory.mktemp("data") / "plain")
 
 
 @pytest.fixture(scope="session")
 def weighted(tmp_path_factory) -> Path:
-    """Return a dataset of chats whose answers have weights of 0.25, 0.5, 1 and 3."""
     return trainer_fixtures.write_dataset(tmp_path_factory.mktemp("data") / "weighted", weights=(0.25, 0.5, 1, 3))
 
 

@@ -65,7 +65,6 @@ def train(trainer: Trainer, *, resume: Path | None = None) -> tuple[list[float],
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], inputs
 
 
-# Runs on two ranks.
 
 
 def on_a_rank(weighted: Path, plain: Path, model: Path, folder: Path) -> dict[str, Any]:
@@ -73,7 +72,7 @@ def on_a_rank(weighted: Path, plain: Path, model: Path, folder: Path) -> dict[st
     two_steps = {**PACKED, "gradient_accumulation_steps": 2}
     rows = hf.TrainRows(weighted, two_steps, steps=50, audit_dir=folder / "audit")
     trainer = make_trainer(rows, model, folder / "run", save_strategy="steps", save_steps=30)
-    # Evaluate after 20 steps, to compare with chatmill's own loop of 20 steps.
+    # chatmill's own loop has 20 steps.
     trainer.add_callback(EvaluateAt(20))
     losses, inputs = train(trainer)
     evaluations = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -99,8 +98,6 @@ def on_a_rank(weighted: Path, plain: Path, model: Path, folder: Path) -> dict[st
 
 
 class EvaluateAt(hf.TrainerCallback):
-    """Requests an evaluation after step `step`."""
-
     def __init__(self, step: int) -> None:
         self.step = step
 
@@ -136,7 +133,6 @@ def refusals(plain: Path, model: Path, folder: Path, trainer: Trainer) -> dict[s
 
 
 def refusal(way: Any) -> str:
-    """Return the error line of a refused call."""
     try:
         way()
     except ChatmillError as error:

@@ -1,4 +1,4 @@
-"""Runs of Lightning's trainer with `EpisodeDataModule` that record the trained batches."""
+"""Runs of Lightning's trainer with `EpisodeDataModule` that record the batches."""
 
 from __future__ import annotations
 
@@ -87,8 +87,7 @@ def make_trainer(
     epochs: int | None = None,
     **settings: Any,
 ) -> Trainer:
-    """Return a quiet trainer over the ranks of the environment; with `checkpoints`, it saves one every `save_steps`
-    steps.
+    """Return a quiet trainer over the ranks of the environment. With `checkpoints`, it saves every `save_steps` steps.
     """
     if checkpoints is not None:
         save = ModelCheckpoint(checkpoints, "{step}", every_n_train_steps=save_steps, save_top_k=-1)

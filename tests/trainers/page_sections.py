@@ -1,4 +1,4 @@
-"""Run the sections of docs/how-to/integrations.md, each of which is a complete example, with the real libraries."""
+"""Run the sections of docs/how-to/integrations.md, each of which is a complete example."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_section(heading: str, folder: Path) -> None:
     for line in page.splitlines():
         if line.startswith("## "):
             keeps = line == f"## {heading}"
-        # Replace other lines with empty ones, so that errors name the right line of the page.
+        # Empty lines in place of others make errors name the right line of the page.
         kept.append(line if keeps else "")
     section = folder / PAGE.name
     section.write_text("\n".join(kept) + "\n", "utf-8")

@@ -1,4 +1,4 @@
-"""Accelerate: the batches, losses and checkpoints of a hand-written loop, and refused shardings."""
+"""Accelerate: batches, losses and checkpoints of a hand-written loop, and rejected shardings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def fresh_accelerate():
-    """Reset Accelerate's state, so that the next test starts without an accelerator."""
     yield
     runs.AcceleratorState._reset_state(True)
     runs.GradientState._reset_state()
@@ -112,7 +111,7 @@ def test_the_losses_on_two_ranks_are_those_of_the_own_loop(two_ranks, own, way):
 
 
 def test_a_cache_would_mix_the_conversations_of_a_packed_row(weighted, model_folder):
-    """`causal_lm_loss` disables the cache by default, because a cache would mix the conversations of a packed row."""
+    """`causal_lm_loss` therefore disables the cache by default."""
     model = open_model(model_folder)
     batch = next(iter(train_loader(runs.new_accelerator(), weighted, PACKED, steps=1)))
     with torch.no_grad():

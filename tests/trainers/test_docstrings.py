@@ -1,4 +1,4 @@
-"""The docstring examples of chatmill.integrations run, in a folder with the repository's data."""
+"""The docstring examples of chatmill.integrations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""chatmill's data in `transformers.Trainer` on one rank: rows, losses, resuming, refusals and the audit log."""
+"""chatmill's data in `transformers.Trainer` on one rank."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def assert_rows_of_the_loop(inputs, dataset, config, *, first=0, rank=0, world_s
 
 
 def plain_labels(labels):
-    """Compute labels and weights one by one."""
     flat = [(label & 0xFFFFFFFF, (label >> 32) ^ 0x3F800000) if label >= 0 else (-100, 0) for label in labels.ravel()]
     ids, bits = np.array(flat, dtype=np.int64).T.reshape(2, *labels.shape)
     return ids, bits.astype(np.uint32).view(np.float32)
@@ -106,7 +105,7 @@ def test_flattened_rows_name_their_sequences_as_transformers_does(plain):
     for step in range(30):
         batch = [rows[4 * step + row] for row in range(4)]
         flat = hf.Collator(flatten=True)(batch)
-        # There is one example per conversation, as DataCollatorWithFlattening expects.
+        # DataCollatorWithFlattening expects one example per conversation.
         alone = []
         for row in batch:
             starts = [at for at, position in enumerate(row["position_ids"].tolist()) if position == 0]
@@ -153,7 +152,6 @@ def test_a_packed_conversation_gets_the_logits_that_it_gets_alone(attention, pla
     assert checked > 4
 
 
-# Trainers that are created without `trainer_arguments`.
 
 
 def test_data_of_weight_1_trains_with_the_trainers_own_loss(plain, model_folder, tmp_path):
@@ -298,7 +296,6 @@ def test_without_the_callback_the_dataset_itself_refuses(plain, model_folder, tm
 
 
 def verified(folder: Path) -> AuditResult:
-    """Return the verification result of the only log in a folder."""
     [log] = folder.glob("*.log")
     return verify_log(log)
 
@@ -309,7 +306,7 @@ def test_the_audit_log_has_the_steps_that_were_trained_and_verifies(weighted, mo
     options = {"save_strategy": "steps", "save_steps": 4, "dataloader_num_workers": workers}
     audited = {"epochs": 2, "audit_dir": tmp_path / "audit"}
     rows = hf.TrainRows(weighted, config, **audited)
-    # The run stops after workers have already read further batches, which must not be logged.
+    # Workers have already read further batches, which must not be logged.
     train(make_trainer(rows, model_folder, tmp_path, max_steps=6, **options))
     stopped = verified(tmp_path / "audit")
     assert (stopped.fault, stopped.steps) == (None, 6)
@@ -318,7 +315,7 @@ def test_the_audit_log_has_the_steps_that_were_trained_and_verifies(weighted, mo
         resume=tmp_path / "checkpoint-4",
     )
     result = verified(tmp_path / "audit")
-    # Steps 4 and 5 were trained before the run resumed from step 4, so they no longer belong to it.
+    # Steps 4 and 5 were abandoned when the run resumed from step 4.
     assert (result.fault, result.steps, result.abandoned) == (None, 6 + rows.steps - 4, 2)
     [log] = (tmp_path / "audit").glob("*.log")
     assert log.read_text().count("action=epoch_complete") == 2

@@ -1,4 +1,4 @@
-"""chatmill's data in `transformers.Trainer` and TRL's trainer on two ranks, with one run shared by many tests."""
+"""chatmill's data in `transformers.Trainer` and TRL's trainer on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning trains on chatmill's batches: rows and losses equal those of chatmill's own loop, even after resuming."""
+"""Lightning with chatmill's data: rows and losses equal those of chatmill's own loop, even after resuming."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_two_ranks_train_the_batches_and_losses_of_the_own_loop(weighted, model_
     np.testing.assert_allclose(losses, own_losses(weighted, model_folder, ACCUMULATED), rtol=0, atol=1e-5)
     assert_validated([of_rank["validated"] for of_rank in runs], weighted, ACCUMULATED)
 
-    # The log contains the 50 steps of the first run, and those of the run that resumed at step 21 and ended at step 45.
+    # The first run has 50 steps. The second one resumed at step 21 and ended at step 45.
     (log,) = (tmp_path / "audit").iterdir()
     state = torch.load(tmp_path / "resumed" / "step=45.ckpt", weights_only=True)["EpisodeDataModule"]["audit"]
     result = verify_log(log, weighted, heads={"step=45": state["head"]})
@@ -105,13 +105,12 @@ SIX = {**PACKED, "batch_size": 6}
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Path:
-    """Return a dataset of few rows, whose epochs are short."""
     return lightning_runs.small_dataset(tmp_path_factory.mktemp("data") / "small")
 
 
 @pytest.fixture
 def small_windows(monkeypatch):
-    """Return a dataset whose epochs have many windows with different numbers of packed rows."""
+    """Small windows give each epoch many windows with different numbers of packed rows."""
     monkeypatch.setattr("chatmill.load.plan.WINDOW", 16)
 
 
@@ -191,7 +190,6 @@ def test_a_batch_that_a_hook_skips_is_trained_next(small):
     assert_own(module.batches, own_batches(small, SIX, 5))
 
 
-# Validation, other batch formats, and the audit log.
 
 
 def val_oracle(dataset: Path, config, table: np.ndarray) -> float:
@@ -208,9 +206,7 @@ def val_oracle(dataset: Path, config, table: np.ndarray) -> float:
 
 
 def assert_validated(runs: list[dict], dataset: Path, config) -> None:
-    """Assert that the ranks read every row of val once, and that Lightning's mean over all ranks is the weighted
-    mean.
-    """
+    """Assert that the ranks read every row of val once, and that Lightning's mean is the weighted mean."""
     loader = lightning_runs.EpisodeLoader(dataset, config, tensors=False)
     expected = sorted(row.tobytes() for batch in loader.one_pass("val") for row in batch.x)
     rows = [row.tobytes() for run in runs for batch in run["val_batches"] for row in batch["input_ids"][:, :-1]]
@@ -266,7 +262,6 @@ def test_the_audit_log_does_not_have_a_batch_that_was_only_fetched(small, tmp_pa
     assert (result.fault, result.steps) == (None, 5)
 
 
-# Refused settings.
 
 
 def test_another_accumulation_than_that_of_the_config_is_refused(small):

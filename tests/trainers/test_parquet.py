@@ -18,7 +18,7 @@ COLUMNS = ["input_ids", "labels", "position_ids", "seq_lengths"]
 
 
 def expected(rows) -> list[dict]:
-    """Compute the columns one token at a time."""
+    """Compute the columns token by token."""
     found = []
     for row in (rows[at : at + 1] for at in range(len(rows))):
         lengths = [n for n in np.diff(row.segment_start).tolist() if n]
@@ -78,9 +78,7 @@ def losses_in_trl(dataset, folder, *, padding_free: bool, skip: bool) -> list[fl
 
 
 def losses_one_by_one(episodes) -> list[float]:
-    """Return the losses of ten steps in plain torch on the dataset itself, with each conversation alone, without
-    padding or packing.
-    """
+    """Return the losses of ten steps in plain torch, with each conversation alone, without padding or packing."""
     model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     losses = []
@@ -102,9 +100,7 @@ def losses_one_by_one(episodes) -> list[float]:
 
 
 def adapted(episodes):
-    """Return the rows of a dataset, read from its mapped files, as a `datasets.IterableDataset`, the only stream that
-    TRL accepts.
-    """
+    """Return the rows of a dataset as a `datasets.IterableDataset`, the only stream that TRL accepts."""
 
     def stream():
         for rows in episodes.sweep(tokens=500):
@@ -130,7 +126,7 @@ def test_trl_trains_on_it_with_the_loss_of_the_dataset(tmp_path, pack):
     alone = losses_one_by_one(episodes)
     assert of_export == pytest.approx(alone, rel=1e-5)
     if packed:
-        # As the card explains, without padding_free TRL lets the conversations of a row attend to each other.
+        # Without padding_free, TRL lets the conversations of a row attend to each other.
         mingled = losses_in_trl(exported, tmp_path / "trl", padding_free=False, skip=False)
         assert mingled != pytest.approx(alone, rel=1e-5)
     assert len(of_export) == STEPS

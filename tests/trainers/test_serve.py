@@ -1,6 +1,4 @@
-"""Rollouts from the real `transformers serve`: its answers equal those that this process generates with the same
-model.
-"""
+"""Rollouts from the real `transformers serve`: its answers equal those that this process generates."""
 
 from __future__ import annotations
 
@@ -36,16 +34,13 @@ START_LIMIT = 300
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """Return a folder for each template, with a small model that was trained on the true answers, so that it writes
-    plain JSON.
-    """
+    """Return a folder for each template, with a small model that was trained on the true answers."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
     place = tmp_path_factory.mktemp("served")
     write_truth(place / "truth.jsonl")
     torch.set_num_threads(1)
-    # The server parses answers of Qwen3 models by their ChatML headers, which `brackets` lacks, so this folder has a
-    # Llama.
+    # The server parses answers of Qwen3 models by their ChatML headers, which `brackets` lacks.
     for kind, names in ((Qwen3Config, ("chatml", "thinking")), (LlamaConfig, ("brackets",))):
         folders = [write_folder(place / name, name, special_coordinates=False) for name in names]
         rows = concat([answer_rows(questions(place), open_task(str(folder), None)) for folder in folders])
@@ -90,7 +85,6 @@ def teach(model: torch.nn.Module, rows: Rows) -> None:
 
 @pytest.fixture(scope="module")
 def url(place):
-    """Start the server in a process that ends with the tests of this file."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -15,7 +15,7 @@ from chatmill.integrations.torchdata import stateful_loader
 
 
 def arrays(batch: Any) -> dict[str, Any]:
-    """Return a batch, which is a dict or a named tuple, as numpy arrays."""
+    """The batch is a dict or a named tuple."""
     columns = batch if isinstance(batch, dict) else batch._asdict()
     return {name: column.numpy() for name, column in columns.items()}
 

@@ -1,7 +1,7 @@
-"""Shared by the tests with other trainers: a dataset, a model, chatmill's own batches and losses, and ranks.
+"""A dataset, a model, chatmill's own batches and losses, and ranks, for the tests with other trainers.
 
-The fixtures `plain`, `weighted` and `model_folder` of conftest.py are created here. transformers is imported only where
-a model is created, because torchtitan's environment does not have it.
+The fixtures `plain`, `weighted` and `model_folder` of conftest.py are created here. torchtitan's environment does not
+have transformers, so it is imported only where a model is created.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def open_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="sdpa")
 
 
-# Reference results of chatmill itself.
 
 
 def own_batches(

@@ -1,5 +1,3 @@
-"""torchtitan's process group of one rank, in the test process."""
-
 from __future__ import annotations
 
 import os

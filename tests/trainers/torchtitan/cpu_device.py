@@ -1,10 +1,10 @@
 """Let torchtitan's own trainer run on a CPU; this module must be imported before torchtitan.
 
-Without an accelerator, torchtitan uses CUDA as the device, which a CPU build of torch does not have. This module
-replaces three parts: the device module with torch's CPU module, the logged memory with zeros, and FlexAttention, which
-has no backward pass on a CPU, with dense attention that uses torchtitan's mask. The module also skips two steps: a new
-timeout after the first training step, which needs the index of a GPU, and a sleep of two seconds at the end. All other
-code is torchtitan's.
+Without an accelerator, torchtitan uses CUDA, which a CPU build of torch does not have. This module replaces the device
+module with torch's CPU module, and the logged memory with zeros. FlexAttention has no backward pass on a CPU, so this
+module replaces it with dense attention that uses torchtitan's mask. Two steps are skipped: a new timeout after the
+first training step, which needs the index of a GPU, and a sleep of two seconds at the end. All other code is
+torchtitan's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""torchtitan's own trainer trains on chatmill's batches: rows and losses equal those of chatmill, even after
-resuming.
-"""
+"""torchtitan's own trainer with chatmill's data: rows and losses equal those of chatmill, even after resuming."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ def assert_own(batches: list[dict[str, np.ndarray]], own: list[dict[str, np.ndar
 
 @pytest.fixture(scope="module")
 def plain_loop(plain):
-    """Compare the losses of a run with those of `plain_losses`, which is called once for each set of initial
-    weights.
-    """
+    """Compare the losses of a run with `plain_losses`, which is called once for each set of initial weights."""
     results: list[tuple[dict[str, torch.Tensor], list[float]]] = []
 
     def compare(run: dict) -> None:
@@ -59,9 +55,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def plain_losses(dataset, weights: dict[str, torch.Tensor]) -> list[float]:
-    """Return the losses of a loop that shares no code with the dataloader or trainer: the model gets each conversation
-    alone, without padding, and the optimizer is torch's AdamW.
-    """
+    """Return the losses of a loop in plain torch. The model gets each conversation alone, without padding."""
     model = small_llama().build()
     model.init_weights(buffer_device=None)
     model.load_state_dict(weights)
@@ -110,7 +104,7 @@ def test_two_ranks_train_the_same_and_resume_on_one(plain, plain_loop, tmp_path)
         plain_loop(whole)
         np.testing.assert_allclose(resumed["losses"], whole["losses"][STEPS + 1 : 45], rtol=0, atol=1e-5)
 
-    # The log contains the 50 steps of the first run, and those of the run that resumed at step 21 and ended at step 45.
+    # The first run has 50 steps. The second one resumed at step 21 and ended at step 45.
     (log,) = (tmp_path / "audit").iterdir()
     result = verify_log(log, plain)
     assert (result.fault, result.steps) == (None, 50 + 45 - (STEPS + 1))
@@ -152,7 +146,6 @@ def test_the_validator_reads_every_row_of_val_once(plain):
         np.testing.assert_array_equal(np.concatenate(inputs), np.concatenate(expected))
 
 
-# Refused settings.
 
 
 @pytest.mark.parametrize(

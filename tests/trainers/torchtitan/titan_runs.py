@@ -1,4 +1,4 @@
-"""Runs of torchtitan's trainer with `EpisodeDataLoader` that record the trained batches."""
+"""Runs of torchtitan's trainer with `EpisodeDataLoader` that record the batches."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ class NoTokenizer(BaseTokenizer):
 
 
 def small_llama() -> Llama3Model.Config:
-    """Return torchtitan's Llama with two small layers."""
     init = {"weight": lambda weight: torch.nn.init.normal_(weight, std=0.02)}
     ones = {"weight": torch.nn.init.ones_}
     return Llama3Model.Config(
@@ -150,9 +149,7 @@ def train(dataset: Path, load: Mapping[str, Any], **settings: Any) -> dict[str, 
 
 
 def two_rank_runs(dataset: Path, load: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Do a run of 50 steps, and a run that resumes from step 21 of the first one. Both use the same processes, because
-    starting processes is slow.
-    """
+    """Do a run of 50 steps, and one that resumes it from step 21, in the same processes. Starting processes is slow."""
     settings = {
         "folder": folder,
         "training": {"local_batch_size": 1, "global_batch_size": load["batch_size"]},
