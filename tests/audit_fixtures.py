@@ -22,7 +22,6 @@ SMALL: dict[str, Any] = {"batch_size": 4, "block_size": 48, "epoch_seed": 42, "u
 
 
 def make_dataset(target: Path, *, train: int = 50, val: int = 5, seed: int = 1) -> Path:
-    """Write a dataset of different exchanges, rendered as ChatML with one token per byte."""
     format = load_format("chatml")
     tokenizer = open_tokenizer("bytes", control=format.tokens)
     rng = np.random.default_rng(seed)
@@ -91,7 +90,6 @@ def run(
     while loader.cursor().step < steps:
         loader.get_batch()
         if loader.cursor().step in checkpoints:
-            # A checkpoint stores the state as JSON.
             state = {"audit": audit.checkpoint(), "loader": loader.state_dict()}
             states[loader.cursor().step] = json.loads(json.dumps(state))
     loader.close()

@@ -1,5 +1,3 @@
-"""Pytest settings for all tests."""
-
 import os
 import signal
 import sys
@@ -77,7 +75,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Fail the last test of a file if the file's tests leave a process behind."""
     result = yield
     if (nextitem is None or nextitem.path != item.path) and (left := process_watch.wait_for_all()):
         pytest.fail(f"processes left behind by {item.path.name}: {process_watch.end_with_stacks(left)}", pytrace=False)

@@ -28,8 +28,6 @@ DISPLAY_ONLY = ("make", "pip", "git", "cd", "source")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; its text starts at `line` of the page."""
-
     language: str
     text: str
     line: int
@@ -60,7 +58,6 @@ def blocks(page: str) -> list[Block]:
 
 
 def prose(page: str) -> str:
-    """Return the page with empty lines in place of its fenced blocks."""
     lines = page.splitlines()
     for block in blocks(page):
         stop = block.line - 1 + len(block.text.splitlines())
@@ -84,7 +81,6 @@ def commands(block: Block) -> list[tuple[int, str, list[str]]]:
 
 
 def matches(shown: str, printed: str) -> bool:
-    """Whether the printed output matches the shown output, which may contain wildcards."""
     pattern = ""
     for line in shown.strip("\n").splitlines():
         if line.strip() in ("…", "..."):
@@ -111,7 +107,6 @@ def display_faults(page: str) -> list[str]:
 
 
 def run(page: Path, folder: Path) -> None:
-    """Run every example of a page in the current folder, and fail at the first wrong one."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     found = blocks(page.read_text("utf-8"))
     for index, block in enumerate(found):

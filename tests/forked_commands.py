@@ -45,7 +45,6 @@ sys.exit(code)
 
 
 def run_in_shell(command: str, *, folder: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
-    """Run a line of sh; return its exit code, standard output and standard error."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, tempfile.TemporaryDirectory() as programs, tempfile.TemporaryDirectory() as files:
         (Path(programs) / "hand_over.py").write_text(HAND_OVER, "utf-8")
@@ -106,7 +105,6 @@ def _serve(ours: socket.socket, children: dict[int, tuple[BaseProcess, int]]) ->
 
 
 def run_program(program: str, words: list[str]) -> None:
-    """Run `chatmill` or a script as its command line would."""
     del os.environ[SOCKET]
     if program == "chatmill":
         from chatmill.cli.main import main

@@ -31,7 +31,6 @@ PIECES = ["a", "Zz", " ", "  ", "\n", "\r\n", "\t", "'s", "'LL", "'", "12", "3",
 
 
 def load(folder: Path, name: str) -> ModuleType:
-    """Import a compiled module from this folder, without the package and its dependencies."""
     [path] = folder.glob(f"{name}.*so")
     spec = spec_from_file_location(f"chatmill._native.{name}", path)
     assert spec is not None and spec.loader is not None
@@ -41,7 +40,6 @@ def load(folder: Path, name: str) -> ModuleType:
 
 
 def refused(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Return the result of a call, or the exception if the call rejects its arguments."""
     try:
         return call(*args, **named)
     except (ValueError, TypeError, IndexError, BufferError, OverflowError, RuntimeError, UnicodeError) as error:
@@ -57,7 +55,6 @@ def numbers(values: Sequence[int]) -> bytes:
 
 
 def any_buffer(rng: random.Random, data: bytes) -> Any:
-    """Return an object of a random type, made from these bytes where possible."""
     return rng.choice([
         lambda: data, lambda: bytearray(data), lambda: unaligned(data), lambda: memoryview(data),
         lambda: memoryview(data)[::2], lambda: data[:-1], lambda: data + b"\1", lambda: b"", lambda: None,
@@ -113,7 +110,6 @@ def try_bad_copy(copy: ModuleType, rng: random.Random) -> None:
     refused(copy.ranges, any_buffer(rng, target), columns[0], source, columns[1], columns[2], rng.choice(EXTREME))
     refused(copy.ranges, target, columns[0], target, columns[1], columns[2], rng.choice([1, 4, 8]))
     refused(copy.pieces, target, source, any_buffer(rng, bytes(64)), columns[0], columns[1])
-    # The ranges overlap.
     refused(copy.ranges, target, numbers([1, 0]), target, numbers([0, 3]), numbers([63, 60]), 1)
 
 
@@ -121,7 +117,6 @@ def try_bad_copy(copy: ModuleType, rng: random.Random) -> None:
 
 
 def try_batch(batch: ModuleType, rng: random.Random) -> None:
-    """Try episodes of one row, each a segment of one span, either valid or with one wrong number."""
     size, width = rng.randrange(1, 40), rng.choice([2, 4])
     ids = [rng.randrange(256**width) for _ in range(60)]
     tokens = unaligned(b"".join(id.to_bytes(width, "little") for id in ids))
@@ -188,7 +183,6 @@ def any_record(rng: random.Random) -> dict[str, Any]:
 
 
 def check_columns(block: bytes, start: int, columns: Callable[..., Any]) -> int:
-    """Compare the parsed lines of a block with plain Python; return the number of records."""
     end, data, messages, stop, role, first, last = columns(block, start)
     assert start <= end <= len(block)
     lines = [line for line in block[start:end].split(b"\n") if line]
@@ -430,7 +424,6 @@ BOX = re.compile(
 
 
 def boxes(text: str, at: int) -> list[Any]:
-    """Return the expected result of `_rollout.boxes` for a text of single-byte characters."""
     entries: list[Any] = []
     while box := BOX.match(text, at):
         number, places = int(box[2]), [int(each[8:-2]) for each in box.groups()[3:]]

@@ -22,7 +22,6 @@ class Hostile:
 
 
 def get(path: str | bytes, *headers: str, method: str = "GET") -> bytes:
-    """Return a request that closes the connection after its response."""
     path = path if isinstance(path, bytes) else path.encode()
     lines = "".join(f"{line}\r\n" for line in (*headers, "Connection: close")).encode("latin-1")
     return method.encode() + b" " + path + b" HTTP/1.1\r\n" + HOST + lines + b"\r\n"

@@ -1,5 +1,3 @@
-"""Convert rows to plain Python data and back."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -41,7 +39,6 @@ def build(plain: list) -> Rows:
 
 
 def unbuild(rows: Rows) -> list:
-    """Return the rows as plain data, read one index at a time."""
     plain, token = [], 0
     for row in range(len(rows)):
         segments = []

@@ -58,7 +58,6 @@ def started_processes() -> list[Process]:
 
 
 def _look_at(folder: Path) -> Process | None:
-    """Return a process, or None if it has ended or belongs to another user."""
     try:
         state, parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
         marked = f"{MARK}={os.getpid()}".encode() in (folder / "environ").read_bytes().split(b"\0")
@@ -77,7 +76,6 @@ def _is_below(process: Process, running: dict[int, Process], ancestor: int) -> b
 
 
 def end_with_stacks(processes: list[Process]) -> str:
-    """End processes and return their last output, which includes the stacks of Python processes."""
     errors = [_open_errors(process.pid) for process in processes]
     for process in processes:
         with suppress(ProcessLookupError):

@@ -38,7 +38,6 @@ def random_ranges(rng: random.Random, size: int) -> list[list]:
 
 
 def expected_weights(offsets, size: int, ranges, own: float, flagged: bool) -> tuple[list[float], int]:
-    """Return the weight of each token, and the number of tokens with mixed weights."""
     chars: list[float | None] = [None] * size
     for start, stop, weight in ranges:
         for at in range(start, stop):

@@ -1,5 +1,3 @@
-"""A Hugging Face folder with a chat template and coordinate tokens, and true objects."""
-
 from __future__ import annotations
 
 import json

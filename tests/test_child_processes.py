@@ -1,5 +1,3 @@
-"""Child processes that use torch."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""On a machine with a compiler, the compiled modules must exist."""
-
 from __future__ import annotations
 
 import re
@@ -23,7 +21,6 @@ def test_each_part_is_compiled(source):
 
 
 def test_random_and_hostile_calls_give_what_python_gives_or_are_refused():
-    # `make sanitize` runs many more calls, with compiled modules that report invalid accesses.
     folder = Path(str(import_module("chatmill._native").__file__)).parent
     if shutil.which("cc") is None and not [*folder.glob("*.so")]:
         pytest.skip("no C compiler is installed")

@@ -1,5 +1,3 @@
-"""Declarations of settings: types, flags, environment variables and TOML files."""
-
 from __future__ import annotations
 
 import errno

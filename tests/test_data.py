@@ -1,5 +1,3 @@
-"""The conversations in data/ equal the output of their script and match their description."""
-
 import json
 import subprocess
 import sys

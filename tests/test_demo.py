@@ -1,5 +1,3 @@
-"""The demo script runs, with shortened training runs."""
-
 from __future__ import annotations
 
 import json

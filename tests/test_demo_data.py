@@ -1,6 +1,3 @@
-"""The demo conversations: held-out questions are new, their facts are taught, and careless replies are not trained on.
-"""
-
 from __future__ import annotations
 
 import json
@@ -24,7 +21,6 @@ def questions(names: tuple[str, ...]) -> set[str]:
 
 
 def answers(names: tuple[str, ...]) -> list[str]:
-    """Return the trained answers; a tool call is returned as JSON."""
     trained = [
         message
         for messages in conversations(names)

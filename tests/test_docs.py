@@ -1,5 +1,3 @@
-"""Every example in README.md, CONTRIBUTING.md and docs/ runs, and every internal link is valid."""
-
 import re
 import shutil
 import urllib.request
@@ -26,7 +24,6 @@ OTHER_TRAINERS = ("docs/how-to/integrations.md", "docs/how-to/trl-script.md")
 
 @pytest.fixture
 def reader(tmp_path, monkeypatch):
-    """Change to a folder like the repository's root, in which examples may write."""
     # Documented commands write below data/.
     shutil.copytree(ROOT / "data", tmp_path / "data", ignore=shutil.ignore_patterns("cache"))
     for name in LINKED:
@@ -39,7 +36,6 @@ def reader(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in OTHER_TRAINERS])
 def test_the_examples_of_a_page_run_and_print_what_it_shows(page, reader, request, monkeypatch):
     if page == "docs/how-to/remote.md":
-        # The examples of this page need an S3 server with an empty bucket.
         bucket(request.getfixturevalue("s3"), "team")
         monkeypatch.setenv("CHATMILL_CACHE_DIR", str(reader / "cache"))
     doc_examples.run(ROOT / page, reader)
@@ -69,7 +65,6 @@ def test_links_inside_the_repository_resolve(page):
 
 
 def links(page: str) -> list[str]:
-    """Return the targets of links and images that are not web addresses. Code is ignored."""
     text = re.sub(r"`[^`\n]*`", "", doc_examples.prose(page))
     found = re.findall(r"\]\(\s*<?([^)\s>]+)", text) + re.findall(r"^\s*\[[^\]]+\]:\s*(\S+)", text, re.MULTILINE)
     return [link for link in found if not re.match(r"[a-z]+:", link)]

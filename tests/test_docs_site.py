@@ -1,5 +1,3 @@
-"""The documentation site: navigation, API pages, and no files from the web."""
-
 from __future__ import annotations
 
 import importlib

@@ -1,5 +1,3 @@
-"""Operating system errors, as users see them."""
-
 from __future__ import annotations
 
 import errno

@@ -1,5 +1,3 @@
-"""tests/fast.txt lists the tests that `make test-fast` runs."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Imports in src/chatmill follow the layers, and the checker detects planted violations."""
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""scripts/make_tiny_model.py writes a model folder for transformers and chatmill, with the same bytes every time."""
-
 from __future__ import annotations
 
 import hashlib

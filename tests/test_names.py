@@ -1,5 +1,3 @@
-"""Names in src/chatmill and imports in the docs are valid, and the checker detects planted faults."""
-
 from __future__ import annotations
 
 import subprocess

@@ -1,5 +1,3 @@
-"""The notebooks of docs/tutorials run, print the shown output, and have valid links."""
-
 from __future__ import annotations
 
 import sys

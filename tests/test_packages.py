@@ -1,5 +1,3 @@
-"""Package metadata, release notes, workflows and the container; `make packages` tests the built packages."""
-
 from __future__ import annotations
 
 import re
@@ -27,7 +25,6 @@ prepare_metadata_for_build_wheel("metadata")
 
 @pytest.fixture(scope="module")
 def metadata(tmp_path_factory):
-    """Return the METADATA of a wheel, as setuptools writes it."""
     folder = tmp_path_factory.mktemp("package")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
@@ -108,7 +105,6 @@ def test_a_version_without_a_dated_section_is_refused(tmp_path, heading):
 
 
 def made_targets(workflow) -> set[str]:
-    """Return the make targets that a workflow's steps run. `make "$TARGET"` runs the targets of its matrix."""
     targets = set()
     for job in workflow["jobs"].values():
         for step in job.get("steps", ()):

@@ -1,5 +1,3 @@
-"""Only plain files are opened, so that opening never waits for a writer."""
-
 from __future__ import annotations
 
 import os

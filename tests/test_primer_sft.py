@@ -1,5 +1,3 @@
-"""The three acceptance tests of the primer specification."""
-
 from __future__ import annotations
 
 import json
@@ -14,8 +12,6 @@ SYS, USR, ASST, EOT = 1, 2, 3, 4
 
 
 class WordTokenizer:
-    """One id per letter, and four control tokens with lower ids."""
-
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
 

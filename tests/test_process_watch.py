@@ -1,5 +1,3 @@
-"""A test that hangs fails with the stacks of its processes, and a process left behind fails its test."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""The public API: exports, documentation and examples."""
-
 from __future__ import annotations
 
 import doctest

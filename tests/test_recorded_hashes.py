@@ -102,7 +102,6 @@ def text_hash(text: str) -> str:
 
 
 def folder_hash(folder: Path) -> str:
-    """Return a hash of the names and bytes of all files below a folder."""
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -111,8 +110,6 @@ def folder_hash(folder: Path) -> str:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a Hugging Face folder: a byte-level BPE without merges, four special tokens, and the chat template above.
-    """
     folder.mkdir()
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     shifted = iter(range(256, 512))
@@ -217,8 +214,6 @@ def transcripts() -> str:
 
 
 def audited(packing: str) -> Callable[[], str]:
-    """Return the audit log of a run without timestamps and without the hashes of lines that contain timestamps."""
-
     def run() -> str:
         name = f"audited-{packing}"
         prepared(name, "--format", "chatml", "--tokenizer", "bytes", *TURNS)

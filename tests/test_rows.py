@@ -1,5 +1,3 @@
-"""Every operation on Rows, compared with plain lists of tokens."""
-
 from __future__ import annotations
 
 from dataclasses import replace

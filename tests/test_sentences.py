@@ -1,5 +1,3 @@
-"""scripts/sentences.py finds sentences of every kind, and rejects the phrases in its list."""
-
 from __future__ import annotations
 
 import subprocess

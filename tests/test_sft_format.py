@@ -1,5 +1,3 @@
-"""The documented functions, with expected results, and compared with a slow oracle for random input."""
-
 from __future__ import annotations
 
 import random
@@ -24,8 +22,6 @@ ID = {word: 10 + number for number, word in enumerate(WORDS)}
 
 
 class WordTokenizer:
-    """Splits words at spaces and gives each word a fixed id."""
-
     def encode(self, text: str) -> list[int]:
         return [ID[word] for word in text.split(" ") if word]
 
@@ -49,7 +45,6 @@ def pack(ids, mask, S, pad_id=EOT):
     return pack_sft_ids_and_mask(ids, mask, S=S, pad_id=pad_id, **SPECIAL)
 
 
-# The five documented tests.
 
 
 def test_serialization_starts_with_the_default_system_turn_and_ends_every_turn():
@@ -307,7 +302,6 @@ def test_thousands_of_random_chats_agree_with_the_oracle():
         packed, packed_mask = pack(ids, mask, S)
         assert (packed, packed_mask) == oracle_pack(ids, mask, S, EOT)
         if ASST in ids:
-            # Packing keeps the end token of the last answer.
             assert [i for i, trained in zip(packed, packed_mask, strict=True) if trained][-1] == EOT
 
 

@@ -1,5 +1,3 @@
-"""The documented functions with tokenizers from `tokenizers` and transformers."""
-
 from __future__ import annotations
 
 import pytest
@@ -17,7 +15,6 @@ HOSTILE = ["<s>", *NGPT, *PRIMER, f"a {NGPT[3]} b", f"{PRIMER[2]}{PRIMER[3]}", f
 
 
 def engine_with(tokens: list[str]) -> tokenizers.Tokenizer:
-    """Return a byte-level BPE with these special tokens, which adds BOS to each text, truncates and pads."""
     raw = train_bpe(["The quick brown fox jumps over the lazy dog. " * 3] * 4, vocab_size=400, control=["<s>", *tokens])
     engine = tokenizers.Tokenizer.from_str(raw.decode())
     bos = engine.token_to_id("<s>")
@@ -38,7 +35,6 @@ def slow_with(tokens: list[str]) -> ByT5Tokenizer:
 
 
 def plain_ids(tokenizer: object, text: str) -> list[int]:
-    """Return the ids of a text without control tokens, computed without chatmill."""
     if isinstance(tokenizer, ByT5Tokenizer):
         return [byte + 3 for byte in text.encode()]
     engine = getattr(tokenizer, "backend_tokenizer", tokenizer)

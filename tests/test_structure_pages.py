@@ -1,5 +1,3 @@
-"""docs/design.md and CONTRIBUTING.md name functions and files that exist."""
-
 from __future__ import annotations
 
 import importlib

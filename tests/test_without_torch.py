@@ -1,5 +1,3 @@
-"""Reading, rendering and the commands work without torch."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The audit log file."""
-
 from __future__ import annotations
 
 import errno
@@ -58,7 +56,6 @@ def test_a_changed_line_parses_to_other_values_or_is_rejected(fields, data):
         found = parse_line(bytes(raw))
     except DataError:
         return
-    # If a changed line still parses, it is canonical and has other values.
     again = write_line(datetime.fromisoformat(found.time), found.action, found.fields, found.previous)
     assert again == bytes(raw)
     assert (found.time, found.action, found.fields, found.previous) != (TIME, "steps", fields, START)

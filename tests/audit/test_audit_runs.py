@@ -1,5 +1,3 @@
-"""Audit logs of whole runs, and their verification."""
-
 from __future__ import annotations
 
 import errno
@@ -126,7 +124,6 @@ def test_a_mixed_run_logs_what_every_source_contributed(root, tmp_path, mix_by, 
 
 
 def counted(root, config, steps):
-    """Count the rows, tokens or trained tokens of each source, one by one."""
     loader = EpisodeLoader(root, {**SMALL, **config}, tensors=False)
     stored = {
         source.name: [source.episodes("train").rows([n]) for n in range(len(source.episodes("train")))]
@@ -314,14 +311,12 @@ def test_300_manipulations_are_all_detected(dataset, tmp_path):
             changed = rechained(changed, first) if number % 2 else changed
         log.write_bytes(b"".join(line + b"\n" for line in changed))
         checked = verify_log(log, dataset, heads=heads)
-        # A line inserted after the last checkpoint line is reported as unanchored.
         assert checked.fault is not None or (kind == "insert" and checked.unanchored), (kind, number, first)
         found[kind] = found.get(kind, 0) + 1
     assert sum(found.values()) == 300 and len(found) == 6
 
 
 def tampered(lines, kind, rng):
-    """Return the lines after one change, and the index of the first changed line."""
     at = rng.randrange(len(lines))
     changed = list(lines)
     if kind == "change":
@@ -476,7 +471,6 @@ def test_a_torn_line_is_reported_and_the_log_is_continued(dataset, tmp_path):
     audit, later = run(dataset, tmp_path, 24, checkpoints=(24,), every=2, saved=states[8])
     checked = verify_log(audit.path, dataset, heads=head_of(later[24]))
     assert (checked.fault, checked.torn, checked.unanchored) == (None, [last], 0)
-    # Changing a torn line is detected.
     lines = audit.path.read_bytes().split(b"\n")
     lines[last - 1] = lines[last - 1][:-1]
     audit.path.write_bytes(b"\n".join(lines))

@@ -1,5 +1,3 @@
-"""The benchmark page and its charts."""
-
 from __future__ import annotations
 
 import importlib
@@ -319,7 +317,6 @@ def test_a_bar_is_as_long_as_the_logarithm_of_its_ratio(run):
     for (width, kind), ratio in zip(bars, times, strict=False):
         assert width == pytest.approx(max(1, scale * abs(math.log10(ratio))), abs=0.3)
         assert kind == ("faster" if ratio >= 1 else "slower")
-    # The other three bars compare training with peers.
     assert len(bars) == len(times) + 3
 
 

@@ -9,7 +9,6 @@ from chatmill.cli.main import main
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """Run `chatmill` with these arguments; return the exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 
     def run(*args: str) -> tuple[int, str, str]:

@@ -1,5 +1,3 @@
-"""Commands that build caches."""
-
 from __future__ import annotations
 
 import json

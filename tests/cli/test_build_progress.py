@@ -1,5 +1,3 @@
-"""Progress of `chatmill prepare` on stderr."""
-
 from __future__ import annotations
 
 import json
@@ -135,7 +133,6 @@ def prepare(*flags: str, stderr: int) -> subprocess.Popen[bytes]:
 
 
 def test_the_command_writes_a_line_for_each_source_to_a_log_file(job):
-    """In a terminal, each source has a progress bar."""
     import os
     import pty
 

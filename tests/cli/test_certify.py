@@ -1,5 +1,3 @@
-"""`chatmill certify`, and other commands that use chat templates."""
-
 from __future__ import annotations
 
 import json
@@ -201,7 +199,6 @@ def test_the_date_is_printed_and_stored(run, folder, tmp_path):
 
 
 def test_the_certificate_is_the_same_for_any_number_of_workers(run, folder, tmp_path, monkeypatch, request):
-    """The records include control text, two exchanges, and records that are rejected."""
     if not may_fork(request):
         return
     monkeypatch.setattr(observe, "CHUNK", 8)

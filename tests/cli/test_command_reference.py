@@ -1,5 +1,3 @@
-"""docs/reference/commands.md matches the help of the commands."""
-
 from __future__ import annotations
 
 import importlib.util

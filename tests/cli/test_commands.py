@@ -1,5 +1,3 @@
-"""Commands as a user runs them."""
-
 from __future__ import annotations
 
 import json

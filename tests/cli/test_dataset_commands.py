@@ -1,5 +1,3 @@
-"""The commands reweigh, diff and export parquet."""
-
 from __future__ import annotations
 
 import json

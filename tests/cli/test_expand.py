@@ -1,5 +1,3 @@
-"""Command parameters that expand to several options."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""`chatmill export transcripts`."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The default chat format: the tokenizer folder's chat template, or else chatml."""
-
 from __future__ import annotations
 
 import json
@@ -41,7 +39,6 @@ FOLDERS = {
 
 @pytest.fixture
 def folders(run):
-    """Create one folder for each location of a chat template, and one without a template."""
     for name, files in {**FOLDERS, "plain": {"tokenizer_config.json": "{}"}}.items():
         Path(name).mkdir()
         Path(name, "tokenizer.json").write_bytes(VOCABULARY)

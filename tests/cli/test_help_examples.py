@@ -1,5 +1,3 @@
-"""Every command has examples in its help, and each example parses."""
-
 from __future__ import annotations
 
 import re
@@ -26,7 +24,6 @@ COMMANDS = dict(leaves(ROOT))
 
 
 def examples(command) -> list[str]:
-    """Return the example commands in the help text, with continued lines joined."""
     _, _, below = re.sub(r"\\\n\s*", "", command.help or "").partition("Example")
     return [each.strip() for each in below.splitlines()[1:] if each.strip().startswith("chatmill ")]
 

@@ -1,5 +1,3 @@
-"""`chatmill order` and `chatmill audit`."""
-
 from __future__ import annotations
 
 import json
@@ -24,7 +22,6 @@ def dataset(run):
 
 @pytest.fixture
 def log(dataset):
-    """Run 12 steps with a checkpoint at step 8."""
     audit = Audit("logs/audit", every=4)
     loader = EpisodeLoader(dataset, CONFIG, listener=audit)
     for step in range(1, 13):

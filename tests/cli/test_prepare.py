@@ -1,5 +1,3 @@
-"""`chatmill prepare` and the documented scripts."""
-
 from __future__ import annotations
 
 import json
@@ -24,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
-    """Change to an empty folder with a copy of the repository's data/."""
     shutil.copytree(ROOT / "data", tmp_path / "data", ignore=shutil.ignore_patterns("cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
@@ -32,7 +29,6 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def run(monkeypatch, capsys, command: str) -> str:
-    """Run a command that must succeed and print only progress to stderr."""
     monkeypatch.setattr(sys, "argv", ["chatmill", *shlex.split(command)])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -159,7 +155,6 @@ def test_an_old_dataset_that_cannot_be_removed_is_a_warning_and_exit_0(place, mo
 
 
 def test_progress_is_shown_in_a_terminal(place):
-    """Progress goes to stderr only, so stdout can still be piped."""
     import pty
 
     ours, theirs = pty.openpty()

@@ -1,5 +1,3 @@
-"""`chatmill recipe check`."""
-
 from __future__ import annotations
 
 import json
@@ -139,7 +137,6 @@ def test_the_output_of_a_check(recipe, monkeypatch, capsys, tmp_path):
 
 
 def test_a_check_reads_at_most_the_given_number_of_records(recipe, monkeypatch, capsys):
-    """Invalid records after the limit are not reported."""
     Path("more.jsonl").write_text(Path("more.jsonl").read_text() + "{broken\n")
     Path("qa.jsonl").write_text("{broken\n" + Path("qa.jsonl").read_text())
     sources = checked(monkeypatch, capsys, recipe, "--records", "6")

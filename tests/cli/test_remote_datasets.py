@@ -1,5 +1,3 @@
-"""Commands that read or write datasets at URLs."""
-
 from __future__ import annotations
 
 import json
@@ -15,7 +13,6 @@ CHAT = '{"messages": [{"role": "user", "content": "hi %d"}, {"role": "assistant"
 
 @pytest.fixture
 def bucket(run, s3, tmp_path, monkeypatch):
-    """Return a bucket with a dataset `v1`, which is also in the local folder `v1`."""
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))

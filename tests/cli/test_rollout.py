@@ -1,5 +1,3 @@
-"""`chatmill rollout build`."""
-
 from __future__ import annotations
 
 import json
@@ -27,7 +25,6 @@ def tokenizer():
 
 @pytest.fixture
 def files(tokenizer, tmp_path):
-    """Write ground truth for two records, and three rollouts: complete, truncated and invalid."""
     truth = [
         {"id": 1, "messages": [{"role": "user", "content": "what is here?"}], "objects": [CAT, DOG]},
         {"id": "two", "messages": [{"role": "user", "content": "and here?"}], "objects": []},

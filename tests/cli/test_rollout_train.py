@@ -1,5 +1,3 @@
-"""`chatmill rollout train`."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The commands show, explain, stats, report and view."""
-
 from __future__ import annotations
 
 import json
@@ -121,7 +119,6 @@ def test_report_writes_a_page_and_overwrites_only_with_the_flag(run):
     "command", [["show", "v1", "2"], ["show", "v1", "2", "--decode"], ["show", "v1"], ["explain", "v1", "2:1"]]
 )
 def test_escape_sequences_in_texts_are_not_sent_to_a_terminal(run, command, tmp_path):
-    """In a terminal with colors, the only escape sequences set colors."""
     chatmill = Path(sys.executable).with_name("chatmill")
     main, other = pty.openpty()
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "200"}

@@ -1,5 +1,3 @@
-"""Each snippet reads sample records of its dataset."""
-
 from __future__ import annotations
 
 import gzip
@@ -128,7 +126,6 @@ SAMPLES = {
 
 
 def sampled(name: str) -> str:
-    """Return the snippet of a dataset with its URL replaced by a local sample."""
     text = snippet([name])
     [url] = [line.partition("inputs: ")[2] for line in text.splitlines() if "inputs: " in line]
     local = url.removeprefix("hf://datasets/").replace("*", "00000").strip("/").replace("/", "-")

@@ -1,5 +1,3 @@
-"""Libraries that commands import at startup."""
-
 from __future__ import annotations
 
 import subprocess
@@ -23,7 +21,6 @@ print(*{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
 
 
 def imported(*words: str) -> set[str]:
-    """Return the packages that a command has imported when it exits."""
     command = [sys.executable, "-c", IMPORTED, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return set(done.stderr.splitlines()[-1].split())

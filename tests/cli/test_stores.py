@@ -1,5 +1,3 @@
-"""Commands on every kind of object store."""
-
 from __future__ import annotations
 
 import re

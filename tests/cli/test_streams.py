@@ -1,5 +1,3 @@
-"""Output of commands to a terminal, a pipe, a full disk or a closed stream."""
-
 from __future__ import annotations
 
 import contextlib
@@ -77,7 +75,6 @@ def test_characters_outside_an_encoding_are_escaped(encoding):
 
 
 def ended(command, *, stdout: int | None) -> tuple[int, str]:
-    """Run a guarded command with this stdout descriptor (None means closed); return its exit code and stderr."""
     code = f"from chatmill.cli.guard import guarded\nimport os, sys\ndef command():\n    {command}\nguarded(command)"
     closing = {"preexec_fn": lambda: os.close(1)} if stdout is None else {"stdout": stdout}
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -164,7 +161,6 @@ def test_errors_about_arguments_contain_no_control_characters(run, arguments):
 
 
 def test_help_of_each_command_to_a_closed_pipe_exits_with_0(monkeypatch):
-    # Only SystemExit(0) may be raised here, because the commands run in this process.
     from chatmill.cli.main import main
 
     with closed_pipe() as pipe:

@@ -1,5 +1,3 @@
-"""The option `--token-dtype`."""
-
 from __future__ import annotations
 
 import json
@@ -29,7 +27,6 @@ COMMANDS = [
 
 @pytest.fixture
 def store(run):
-    """Write a dataset of uint32 tokens without a mask; two tokens are outside all episodes."""
     Path("d/train").mkdir(parents=True)
     np.array(IDS, np.uint32).tofile("d/train/tokens.bin")
     np.array([[2, 2], [0, 2]], np.uint64).tofile("d/train/episodes.idx")

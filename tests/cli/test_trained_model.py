@@ -1,5 +1,3 @@
-"""`chatmill chat`, `eval` and `rows` with a trained model."""
-
 from __future__ import annotations
 
 import io
@@ -263,7 +261,6 @@ def test_eval_refuses_data_of_another_tokenizer(run):
 
 @pytest.fixture
 def sampled(run):
-    """Return a function that trains one step at learning rate 0 and returns the output from `since` on."""
     if not Path("data/held").exists():
         flags = ["--format", "primer", "--tokenizer", "data/tokenizer.json", "--val-split", "0.6"]
         chatmill("prepare", "words.jsonl", "sums.jsonl", "-o", "data/held", *flags)

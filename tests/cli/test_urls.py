@@ -1,5 +1,3 @@
-"""A URL instead of a local path gives a one-line error, and nothing is written."""
-
 from __future__ import annotations
 
 import inspect

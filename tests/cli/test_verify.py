@@ -1,5 +1,3 @@
-"""`chatmill verify`."""
-
 from __future__ import annotations
 
 import json

@@ -64,7 +64,6 @@ def test_a_run_that_overfits_stops_and_its_best_checkpoint_is_used(run, tmp_path
     kept = sorted(path.name for path in Path("checkpoints/deep").glob("step_*"))
     assert kept == [f"step_{step:08d}" for step in (best, steps[-1])]
 
-    # The best checkpoint differs from the last one.
     scores = {}
     for name in ("checkpoints/deep/best", "checkpoints/deep"):
         code, out, _ = run("eval", name, "data", "--json", "--max-tokens", "4")
@@ -74,7 +73,6 @@ def test_a_run_that_overfits_stops_and_its_best_checkpoint_is_used(run, tmp_path
     assert abs(scores["checkpoints/deep"] - losses[steps[-1]]) < 1e-4
     assert run("chat", "checkpoints/deep/best", "--prompt", "1?", "--max-tokens", "4")[0] == 0
 
-    # A run that stopped early resumes only with more patience.
     code, out, err = run(*train, "--resume", "auto")
     assert (code, json.loads(out)["step"]) == (0, steps[-1])
     assert "the run is already finished: it stopped early" in err

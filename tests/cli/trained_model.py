@@ -1,5 +1,3 @@
-"""A small model, overfitted to a few conversations by `chatmill train`."""
-
 from __future__ import annotations
 
 import contextlib
@@ -38,7 +36,6 @@ PRIMER = ("--format", "primer")
 
 
 def chatmill(*args: str) -> None:
-    """Run a command that must succeed, and hide its output."""
     said, argv, code = io.StringIO(), sys.argv, None
     sys.argv = ["chatmill", *args]
     try:

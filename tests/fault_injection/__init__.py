@@ -5,5 +5,4 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 PARTS = ("store", "prepare", "records", "tokenizer", "load", "train", "format/template")
-# The trials import helper modules from other test folders.
 sys.path += [str(path) for path in (TESTS, *(TESTS / part for part in PARTS)) if str(path) not in sys.path]

@@ -33,8 +33,6 @@ class Folder:
 
 
 class Recorder(Disk):
-    """Performs each operation on the real disk, and records it as a step for `Model`."""
-
     def __init__(self, root: Path, *, can_exchange: bool = True) -> None:
         self._root = root
         self._paths: dict[int, Path] = {}

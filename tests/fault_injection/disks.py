@@ -1,5 +1,3 @@
-"""Fake disks that kill or pause the process, write slowly, run out of space, or are read-only."""
-
 from __future__ import annotations
 
 import errno
@@ -84,8 +82,6 @@ class HeldAt(KilledAt):
 
 
 class Dribbling(Disk):
-    """Writes slowly, a few bytes at a time."""
-
     def __init__(self, most: int) -> None:
         self._most = most
 
@@ -95,8 +91,6 @@ class Dribbling(Disk):
 
 
 class Full(Disk):
-    """Raises ENOSPC after a limited number of bytes."""
-
     def __init__(self, room: int) -> None:
         self.room = room
 
@@ -117,7 +111,6 @@ class Unsynced(Disk):
 
 @contextmanager
 def in_place(disk: Disk) -> Iterator[Disk]:
-    """Send all of chatmill's writes to `disk` inside the `with` block."""
     real, files.disk = files.disk, disk
     try:
         yield disk
@@ -133,13 +126,11 @@ class Room:
         _mount("-o", f"remount,size={size}", str(self.path))
 
     def lock(self) -> None:
-        """Remount the file system read-only."""
         _mount("-o", "remount,ro", str(self.path))
 
 
 @contextmanager
 def small_room(path: Path, size: int) -> Iterator[Room | None]:
-    """Mount a file system of this size in a new folder; yield None if mounting is not possible."""
     path.mkdir()
     mounted = _mount("-t", "tmpfs", "-o", f"size={size}", "chatmill-trial", str(path))
     try:

@@ -98,12 +98,10 @@ def armed(root: Path, failure: Failure | None = None) -> Iterator[None]:
 
 
 def counted() -> dict[str, int]:
-    """Return the number of calls of each kind since the shim was armed."""
     return {kind: _shim().faults_count(number) for number, kind in enumerate(KINDS)}
 
 
 def failed() -> tuple[int, str]:
-    """Return the number of calls that failed since the shim was armed, and the path of the first one."""
     return _shim().faults_failed(), os.fsdecode(_shim().faults_path())
 
 
@@ -117,7 +115,6 @@ def _shim() -> Any:
 
 
 def why_not() -> str:
-    """Return why calls cannot be made to fail on this machine, or an empty string."""
     if hasattr(ctypes.CDLL(None), "faults_arm"):
         return ""
     if sys.platform != "linux":
@@ -128,7 +125,6 @@ def why_not() -> str:
 def start_again_with_shim() -> None:
     """Restart this process with the shim preloaded; continue without it if that is not possible."""
     if (file := os.environ.pop(LOADED, None)) is not None:
-        # Programs started from this process do not need the shim.
         os.environ.pop("LD_PRELOAD")
         shutil.rmtree(Path(file).parent, ignore_errors=True)
         return

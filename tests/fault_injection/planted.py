@@ -99,7 +99,6 @@ def nothing_is_synced() -> None:
 
 
 def renamed_early() -> None:
-    """Rename the build folder to its final name before its last file is written."""
     last = pipeline.write_metadata
 
     def early(folder: Path, described: Any, **options: Any) -> Any:
@@ -114,7 +113,6 @@ def renamed_early() -> None:
 
 
 def metadata_first() -> None:
-    """Write the metadata first, although it must be written last."""
     create = metadata.create
     held: list[tuple[Path, bytes]] = []
 
@@ -231,7 +229,6 @@ def span_dropped() -> None:
 
 
 def span_dropped_on_the_way() -> None:
-    """Store the last span of every batch of rows with weight 0."""
     append = write.SplitWriter.append
 
     def losing(self: Any, rows: Any) -> None:
@@ -442,7 +439,6 @@ def _no_report() -> None:
 
 
 def remote_metadata_first() -> None:
-    """Upload the metadata first, although it must be uploaded last."""
     from chatmill.store import remote_publish
 
     def swapped(folder: Path, target: Any, uploads: Any) -> None:
@@ -456,7 +452,6 @@ def remote_metadata_first() -> None:
 
 
 def uploads_not_awaited() -> None:
-    """Write the metadata while files are still being uploaded."""
     from chatmill.store import remote_publish
 
     upload = remote_publish.upload_object
@@ -565,7 +560,6 @@ def cursor_believed() -> None:
 
 
 def pickles_loaded() -> None:
-    """Unpickle weights that are not in safetensors files."""
     import pickle
 
     from chatmill.train import model_files

@@ -46,14 +46,11 @@ class Ended:
 
 
 class Child:
-    """A running child process; it writes its result to the pipe `result`."""
-
     def __init__(self, pid: int, result: int) -> None:
         self.pid, self.result = pid, result
         self._cpu, self._at = 0.0, time.monotonic()
 
     def why_stuck(self, cpu_seconds: float) -> str:
-        """Return why the child is considered stuck, or an empty string."""
         used, now = cpu_time(self.pid), time.monotonic()
         if used > cpu_seconds:
             return f"the child used more than {cpu_seconds:.0f} seconds of CPU time"
@@ -90,7 +87,6 @@ class Child:
 
 
 def cpu_time(pid: int) -> float:
-    """Return the CPU seconds used by a process and its descendants."""
     try:
         # Fields 11 to 14 after the process name are utime, stime, cutime and cstime.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -25,7 +25,6 @@ STEPS: dict[str, Any] = {"max_iters": 24, "save_interval": 3}
 
 
 def run(data: str, folder: str, name: str, kill_at: int = 0, victim: int = 0, later: float = 0.0) -> None:
-    """Start the run, or resume it from its last checkpoint."""
     killed = Path(folder) / f"{name}.killed"
     dies = bool(kill_at) and int(os.environ.get("RANK", 0)) == victim and not killed.exists()
 

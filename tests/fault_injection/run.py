@@ -47,7 +47,6 @@ Work = tuple[int, Callable[[], Any]]
 
 
 def run_at_once(works: Sequence[Work]) -> Iterator[tuple[int, Ended, float]]:
-    """Run each work item in a separate process; yield its index, its result and its duration in seconds."""
     waiting = sorted(range(len(works)), key=lambda number: works[number][0])
     running: dict[int, tuple[int, Child, float]] = {}
     while waiting or running:
@@ -139,7 +138,6 @@ def write_page(part: str) -> None:
 
 
 def try_planted(words: Sequence[str], seed: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Plant each fault in a separate process, and run the trial that must detect it."""
     chosen = [fault for fault in PLANTED if _named(fault.name, words) or _named(fault.trial.name, words)]
 
     def one(fault: Any) -> dict[str, Any]:

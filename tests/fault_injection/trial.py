@@ -73,7 +73,6 @@ class Tally:
         self._note_example(f"silently wrong: {what}")
 
     def judge(self, *, survived: bool = False, found: bool = False, lost: str = "") -> None:
-        """Count one attempt as survived, found or lost; if several apply, the first of these counts."""
         if survived:
             self.survives()
         elif found:

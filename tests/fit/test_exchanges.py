@@ -1,5 +1,3 @@
-"""The truncation rule `exchanges`, compared with plain Python over lists of messages."""
-
 from __future__ import annotations
 
 import json
@@ -41,7 +39,6 @@ def tokens(messages: list[Message]) -> int:
 
 
 def expected(messages: list[Message], trained: list[bool], capacity: int) -> list[Message] | None:
-    """Return the kept messages, or None if the row is dropped."""
     if tokens(messages) <= capacity:
         return messages if any(trained) else None
     if not any(trained):
@@ -83,7 +80,6 @@ def is_trained(messages: list[Message], train_on: str) -> list[bool]:
 
 
 def fitted(rows: Rows, capacity: int, **options) -> tuple[Rows, Ledger]:
-    """Return the kept rows and the ledger, after checking that the ledger balances."""
     ledger = Ledger()
     trained = int(rows.mask().sum())
     ledger.add("read", rows=len(rows))

@@ -1,5 +1,3 @@
-"""The length filter, compared with a loop over turns."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""A small attention model has the same loss on packed rows as on each conversation alone."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -16,8 +14,6 @@ VOCABULARY, WIDTH, LONGEST, CAPACITY = 61, 16, 24, 40
 
 
 class OneLayer(nn.Module):
-    """Causal attention within each segment."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

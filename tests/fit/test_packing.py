@@ -1,5 +1,3 @@
-"""Packing, compared with best-fit decreasing over plain lists, one row at a time."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -28,7 +26,6 @@ def lengths_and_capacity(draw):
 
 
 def naive(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Put each row into the fullest bin that has space; on ties, into the bin that was opened first."""
     bins: list[list[int]] = []
     space: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):

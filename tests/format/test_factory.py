@@ -1,5 +1,3 @@
-"""A format that is stored as JSON and restored renders the same rows."""
-
 from __future__ import annotations
 
 import json

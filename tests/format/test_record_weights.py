@@ -1,5 +1,3 @@
-"""Weights of records, texts without turns, and chat template variables of records."""
-
 from __future__ import annotations
 
 import json
@@ -92,7 +90,6 @@ def test_records_can_have_their_own_template_variables(template):
     alone = [template.render([record]) for record in records]
     assert rows.ids.tolist() == np.concatenate([row.ids for row in alone]).tolist()
     assert rows.mask().tolist() == np.concatenate([row.mask() for row in alone]).tolist()
-    # The prompt also contains the text of the variables, so the answer starts after it.
     assert decode(rows[2:3].ids[rows[2:3].mask()]) == "b<|im_end|>d<|im_end|>"
     prompt = Record([Message("user", "a")], template_kwargs='{"mood":"sad"}')
     assert decode(template.prompt_ids(prompt)).endswith("<|im_start|>assistant\n(sad) ")
@@ -131,7 +128,6 @@ def test_a_text_is_encoded_as_the_tokenizer_encodes_it(tmp_path):
     rows = open_renderer("text", str(path)).render([text("the user é")])
     assert rows.ids.tolist() == [*plain, end]
     assert rows.mask().all()
-    # The post-processor adds a token before and one after the text.
     engine.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A <|im_end|>", special_tokens=[("<s>", begin), ("<|im_end|>", engine.token_to_id("<|im_end|>"))]
     )

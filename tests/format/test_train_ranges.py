@@ -1,5 +1,3 @@
-"""`train_ranges` with presets, compared with the offsets that `tokenizers` reports."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Golden rows of every preset, and properties of random conversations."""
-
 from __future__ import annotations
 
 import json
@@ -50,7 +48,6 @@ TOOLS = Record(
 
 
 def told(rows: Rows, name: str, row: int = 0) -> list[str]:
-    """Format a row as lines: weight mark, role, part, rule, and text."""
     one, tokenizer = rows[row : row + 1], TOKENIZERS[name]
     lines = []
     for span, start, stop in zip(one.spans, one.span_start, one.span_start[1:], strict=False):

@@ -1,5 +1,3 @@
-"""A tiny model folder and conversations, for configs of other trainers."""
-
 from __future__ import annotations
 
 import json
@@ -42,7 +40,6 @@ def write_alpaca(path: Path, count: int = 40) -> None:
 
 
 def save_tokenizer(folder: Path) -> int:
-    """Write a tokenizer with the ChatML tokens and a chat template; return the number of its tokens."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import PreTrainedTokenizerFast
@@ -55,7 +52,6 @@ def save_tokenizer(folder: Path) -> int:
 
 
 def save_tiny_model(folder: Path) -> Path:
-    """Write a Qwen3 of two narrow layers with random weights, and its tokenizer."""
     vocab_size = save_tokenizer(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

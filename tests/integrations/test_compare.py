@@ -1,5 +1,3 @@
-"""Comparison of two rows of one record, without TRL."""
-
 from __future__ import annotations
 
 import json
@@ -26,7 +24,6 @@ CONTROL = ["<|im_start|>", "<|im_end|>"]
 
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory):
-    """Return a renderer for ChatML with one token per byte."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "tokenizer.json").write_bytes(train_bpe(["x"], vocab_size=258, control=CONTROL))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": CHATML}))
@@ -42,7 +39,6 @@ def chat(*texts: str) -> Record:
 
 
 def encode(renderer, text: str) -> list[int]:
-    """Return the ids of a text with control tokens, without chatmill's code."""
     ids, ends = [], {token: renderer.encoder.ids[token] for token in CONTROL}
     while text:
         token = next((token for token in CONTROL if text.startswith(token)), None)

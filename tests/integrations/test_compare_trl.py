@@ -1,5 +1,3 @@
-"""`chatmill compare --peer trl` with the installed TRL."""
-
 from __future__ import annotations
 
 import importlib.util
@@ -41,7 +39,6 @@ def chat(*turns: tuple[str, str]) -> dict:
 
 
 def make_model(folder: Path, template: str, eos: str = "<|im_end|>") -> Path:
-    """Write a folder with a template, and a tokenizer with one token per byte."""
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes(train_bpe(["x"], vocab_size=256 + len(CONTROL), control=CONTROL))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "chat_template": template}
@@ -75,7 +72,6 @@ def write(*records: dict) -> str:
 
 
 def shown(row: PeerRow | str, renderer) -> str:
-    """Return the kept part of a row as text, with brackets around the text in the mask."""
     assert isinstance(row, PeerRow)
     out, trained = "", False
     for id, trains in zip(row.ids[: row.kept].tolist(), row.trained[: row.kept].tolist(), strict=True):

@@ -1,5 +1,3 @@
-"""Axolotl configs as recipes and train configs."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""LLaMA-Factory's dataset_info.json and run configs as recipes and train configs."""
-
 from __future__ import annotations
 
 import json

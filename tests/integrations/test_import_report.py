@@ -1,5 +1,3 @@
-"""Every key of a config is reported exactly once, and a hostile config gives one clear error line."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""A config of each trainer, imported, prepared and trained for two steps."""
-
 from __future__ import annotations
 
 import json

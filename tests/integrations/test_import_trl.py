@@ -1,5 +1,3 @@
-"""Configs of `trl sft` and recipes of the alignment handbook as recipes and train configs."""
-
 from __future__ import annotations
 
 import json

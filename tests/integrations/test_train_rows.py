@@ -1,5 +1,3 @@
-"""The rows of a run as a map-style dataset."""
-
 from __future__ import annotations
 
 import doctest
@@ -45,7 +43,6 @@ ORDERS = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Return a folder of two datasets with a val split; every third answer of b has weight 0.3."""
     folder = tmp_path_factory.mktemp("data")
     rng = random.Random(3)
     for name, count in (("a", 130), ("b", 70)):

@@ -1,5 +1,3 @@
-"""Datasets for the loading tests, and an oracle that computes batches token by token."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +21,6 @@ PAD = 3
 
 
 def write_rows(target: Path, splits: Mapping[str, Rows], *, vocab_size: int = 1000, shard_tokens: int = 120) -> Path:
-    """Write a dataset of these rows, as the pipeline would."""
     staging, ledger, infos = staging_for(target), Ledger(), {}
     for name, rows in splits.items():
         with SplitWriter(staging / name, vocab_size=vocab_size, shard_tokens=shard_tokens) as writer:
@@ -148,7 +145,6 @@ def listed(batch: Batch) -> dict[str, list[list[Any]]]:
 
 
 def together(parts: Sequence[Batch]) -> Batch:
-    """Concatenate the batches of all ranks into the global batch."""
     most = max(part.episode_ids.shape[1] for part in parts)
     ids = [
         np.pad(part.episode_ids, ((0, 0), (0, most - part.episode_ids.shape[1])), constant_values=-1) for part in parts

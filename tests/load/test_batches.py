@@ -1,5 +1,3 @@
-"""Batches, compared with an oracle that works token by token."""
-
 from __future__ import annotations
 
 import tempfile
@@ -19,12 +17,10 @@ from chatmill.rows import OWN_ID, Part, Rows, Rule
 
 
 def order(seed: int, epoch: int, eligible: list[int]) -> list[int]:
-    """Return the eligible episodes in the documented order of an epoch."""
     return [eligible[at] for at in np.random.RandomState(seed + epoch).permutation(len(eligible))]
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Pack the longest row first, each row into the fullest bin with space. Ties go to the bin opened first."""
     bins: list[tuple[int, list[int]]] = []
     for item in sorted(range(len(lengths)), key=lambda at: (-lengths[at], at)):
         fits = [number for number, (used, _) in enumerate(bins) if used + lengths[item] <= capacity]
@@ -49,7 +45,6 @@ def test_segments_are_numbered_from_the_end_of_their_episode():
 
 
 def rows_of_epoch(rows: Rows, config: dict, epoch: int) -> list[list[int]]:
-    """Return the episodes of every row of an epoch, which must fit in one packing window."""
     lengths = rows.lengths.tolist()
     eligible = [at for at, length in enumerate(lengths) if length >= config["episode_min_tokens"]]
     episodes = order(config["epoch_seed"], epoch, eligible)

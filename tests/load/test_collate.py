@@ -1,5 +1,3 @@
-"""`collate`, compared with reading tokens one by one."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Digests of rows, as described in docs/reference/files.md."""
-
 from __future__ import annotations
 
 import hashlib
@@ -26,7 +24,6 @@ def random_batch(seed, rows, size, most=3):
 
 
 def words_of(batch, row):
-    """Return the ids, labels and weights of a row as 32-bit integers."""
     ids = [value % 2**32 for array in (batch.x, batch.y) for value in array[row].tolist()]
     return ids + [struct.unpack("<I", struct.pack("<f", value))[0] for value in batch.weights[row].tolist()]
 

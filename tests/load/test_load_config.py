@@ -1,5 +1,3 @@
-"""The loader configuration."""
-
 from __future__ import annotations
 
 import json

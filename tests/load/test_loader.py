@@ -1,5 +1,3 @@
-"""EpisodeLoader: sources, torch's DataLoader, listeners, and very large datasets."""
-
 from __future__ import annotations
 
 import copy
@@ -223,7 +221,6 @@ def test_epochs_are_refused_for_an_order_without_epochs(dataset):
 
 
 def begins_inside_an_answer(rows: Rows, row: int, capacity: int) -> bool:
-    """Return whether truncation to `capacity` cuts a row between two tokens of the mask."""
     mask = rows[row : row + 1].mask().tolist()
     return len(mask) > capacity and mask[-capacity] and mask[-capacity - 1]
 
@@ -298,7 +295,6 @@ def test_damage_is_reported_at_every_attempt_and_the_cursor_does_not_move(tmp_pa
             DataError, match="an entry points past the last token; the file was changed; run chatmill verify"
         ):
             list(islice(loader, 3))
-    # The first batch is intact, so the next step is the second.
     assert loader.cursor().step == 1
 
 

@@ -1,5 +1,3 @@
-"""Mixing: every prefix has the requested shares, and the epochs of each source do not depend on the others."""
-
 from __future__ import annotations
 
 from fractions import Fraction
@@ -20,12 +18,10 @@ weight_lists = st.lists(st.integers(1, 60), min_size=1, max_size=9)
 
 
 def plain_counts(sources: np.ndarray, number: int) -> np.ndarray:
-    """Count the rows of each source up to every position."""
     return np.cumsum(sources[:, None] == np.arange(number), axis=0)
 
 
 def farthest(weights: list[int], rows: int) -> Fraction:
-    """Return the largest deviation of any source from its share of any prefix, in rows."""
     sources, _ = MixSchedule(weights).at(np.arange(rows))
     had = plain_counts(sources, len(weights)) * sum(weights)
     due = np.arange(1, rows + 1)[:, None] * np.array(weights)

@@ -1,5 +1,3 @@
-"""Batches on a GPU are copied ahead of time, and are complete when a kernel reads them."""
-
 from __future__ import annotations
 
 from itertools import islice

@@ -1,5 +1,3 @@
-"""Orders, compared with plain Python arithmetic."""
-
 from __future__ import annotations
 
 import tracemalloc

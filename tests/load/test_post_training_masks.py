@@ -52,7 +52,6 @@ def spans_of(tokens: list) -> list[tuple[str, int, int, bool]]:
 
 
 def mask_of(block: list) -> list[bool]:
-    """Compute the loss mask of one block."""
     mask, at = [False] * len(block), 0
     while at < len(block):
         stop = block.index(EOS, at) if EOS in block[at:] else len(block)
@@ -69,7 +68,6 @@ def mask_of(block: list) -> list[bool]:
 
 
 def blocks_of(documents: list[list], size: int) -> list[list]:
-    """Split documents into blocks; each document is one conversation without EOS."""
     blocks: list[list] = [[]]
     for document in documents:
         spans, at = spans_of(document), 0
@@ -114,7 +112,6 @@ def post_training(block_size: int, **changes) -> TrainConfig:
     return TrainConfig.from_mapping({"post_training": True, "block_size": block_size, "batch_size": 1, **changes})
 
 
-# The first answer has no closing marker.
 LEFT_OPEN = f"{USER}q{END}{ASSISTANT}no{USER}q{END}{ASSISTANT}a{END}"
 
 
@@ -187,7 +184,6 @@ def test_other_datasets_are_refused_with_the_command_that_makes_blocks(tmp_path,
         f"{data}: {what}, but post_training reads stream blocks of block_size + 1 = 17 tokens; build them with "
         "chatmill prepare … --format post-training --fit blocks --max-tokens 17"
     )
-    # Without post-training, the loader accepts these datasets.
     EpisodeLoader(data, post_training(16, post_training=False, use_loss_mask=True)).close()
 
 

@@ -1,5 +1,3 @@
-"""Prefetching: the same values in the same order, errors at the right position, and a thread that ends."""
-
 from __future__ import annotations
 
 import threading

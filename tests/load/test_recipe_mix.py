@@ -1,5 +1,3 @@
-"""Mixing the sources of one dataset gives the same batches as mixing separate datasets."""
-
 from __future__ import annotations
 
 import hashlib
@@ -49,7 +47,6 @@ STEPS = 25
 
 
 def lines(records: list[list[str]]) -> bytes:
-    """Return conversations with alternating user and assistant messages as JSONL."""
     roles = ("user", "assistant")
     made = ([{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)] for texts in records)
     return b"".join(json.dumps({"messages": messages}).encode() + b"\n" for messages in made)
@@ -225,7 +222,6 @@ def test_the_mix_of_the_recipe_is_the_default(folder, tmp_path, keys):
     assert default.config.order_part()[key] == mix and [source.name for source in default.sources] == ["a", "b", "c"]
     assert all(map(same, islice(default, STEPS), loader(folder / "plain", **{key: mix})))
     assert [source.name for source in default.sources_of("val")] == ["held"]
-    # A mix in the config overrides the mix of the recipe.
     assert loader(tmp_path / "v1", mix_epochs={"c": 1}).config.mix == {"c": 1}
     assert all(
         map(same, islice(loader(tmp_path / "v1", mix_sft=WEIGHTS), STEPS), loader(folder / "plain", mix_sft=WEIGHTS))

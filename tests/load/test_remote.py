@@ -1,5 +1,3 @@
-"""Datasets at URLs give the same batches as local datasets, with a cache of any size."""
-
 from __future__ import annotations
 
 import json
@@ -38,7 +36,6 @@ STEPS = 9
 
 
 def copied(folder: Path, url: Url, *, by_hash: bool = True) -> Url:
-    """Copy a dataset to a URL, as a build writes it or as plain files."""
     for name, info in listed_files(read_metadata(folder)):
         objects.write(url / f"objects/{info.sha256}" if by_hash else url / name, (folder / name).read_bytes())
     objects.write(url / "dataset_metadata.json", (folder / "dataset_metadata.json").read_bytes())
@@ -53,7 +50,6 @@ def train_files(folder: Path) -> set[FileInfo]:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory) -> Path:
-    """Write two datasets with several shards, to a local folder and to `ROOT`."""
     folder = tmp_path_factory.mktemp("local")
     for number, name in enumerate(("one", "two")):
         write_rows(folder / name, {"train": talks(number, 53 - number), "val": talks(9 + number, 20)})

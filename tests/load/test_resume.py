@@ -1,5 +1,3 @@
-"""Resuming at any step, with any number of ranks, gives the same batches as an uninterrupted run."""
-
 from __future__ import annotations
 
 import json
@@ -39,7 +37,6 @@ STEPS = 13
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> dict[bool, Path]:
-    """Return a dataset, and a folder of three sources, one of which is a dataset."""
     folder = tmp_path_factory.mktemp("resume")
     write_rows(folder / "one", {"train": talks(1, 53), "val": talks(2, 20)})
     write_source(folder / "root", "a", {"train": talks(3, 31), "val": talks(4, 5)})
@@ -57,8 +54,6 @@ def small_windows(monkeypatch):
 
 
 class Ranks:
-    """One loader per rank, all read in lockstep."""
-
     def __init__(self, places: dict[bool, Path], changes: dict[str, Any], world_size: int, **options: Any) -> None:
         self.loaders = [
             EpisodeLoader(

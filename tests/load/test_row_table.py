@@ -1,5 +1,3 @@
-"""Label shift: y is the next token, and no loss crosses a segment boundary."""
-
 from __future__ import annotations
 
 from itertools import groupby, pairwise

@@ -1,5 +1,3 @@
-"""The C extension builds the same rows and counts as numpy, and rejects inconsistent spans."""
-
 from __future__ import annotations
 
 import tempfile
@@ -43,7 +41,6 @@ def assert_equal(mine, other):
     assert (mine.batch.episode_ids[:, other.batch.episode_ids.shape[1] :] == -1).all()
     np.testing.assert_array_equal(mine.counts, other.counts)
     np.testing.assert_array_equal(mine.num_segments, other.num_segments)
-    # The oracle of these digests is in test_digests.py.
     steps, first_row = hashed_rows(Window(np.empty(0), np.empty(len(mine.counts) + 1)))
     assert other.digests is None
     np.testing.assert_array_equal(mine.digests, sha256_rows(other.batch, steps, first_row))

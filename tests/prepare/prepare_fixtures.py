@@ -1,5 +1,3 @@
-"""A small corpus in several file formats, and jobs that read it."""
-
 from __future__ import annotations
 
 import gzip
@@ -73,7 +71,6 @@ def lines(records: list[dict[str, Any]]) -> bytes:
 
 
 def write_corpus(folder: Path, count: int = 900) -> tuple[str, ...]:
-    """Write a third of the conversations to each of three file formats, and repeat some in a fourth file."""
     records, third = conversations(count), count // 3
     (folder / "a.jsonl").write_bytes(lines(records[:third]))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines(records[third : 2 * third]), mtime=0))
@@ -99,7 +96,6 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def left_beside(target: Path) -> list[str]:
-    """Return the names of temporary files and folders that remain next to the target."""
     return sorted(path.name for path in target.parent.glob(f".{target.name}.*"))
 
 
@@ -135,7 +131,5 @@ def joined(parts: Any) -> Rows:
 
 
 class Faults(list[tuple[str, int, str]]):
-    """An `on_fault` callback that collects the file, line and kind of each fault."""
-
     def __call__(self, fault: RecordError) -> None:
         self.append((Path(fault.file).name, fault.line, fault.kind))

@@ -1,5 +1,3 @@
-"""A build that fails prints one line, exits with 1 or 2, and leaves no files behind."""
-
 from __future__ import annotations
 
 import gzip
@@ -32,7 +30,6 @@ def everything(folder: Path) -> list[tuple[str, int]]:
 
 
 def refused(monkeypatch, capsys, command: str) -> tuple[int, str]:
-    """Run a command that must fail and change no files; return its exit code and error line."""
     before = everything(Path.cwd())
     monkeypatch.setattr(sys, "argv", ["chatmill", "prepare", *shlex.split(command)])
     with pytest.raises(SystemExit) as ended:
@@ -188,8 +185,6 @@ def test_a_tokenizer_without_the_tokens_of_the_format_is_reported(place, monkeyp
 
 
 class Liar:
-    """A tokenizer that reports a wrong vocabulary size."""
-
     def __init__(self, tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self.vocab_size = vocab_size

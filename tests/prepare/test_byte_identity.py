@@ -1,5 +1,3 @@
-"""The same input gives the same bytes for any number of processes and any unit size."""
-
 from __future__ import annotations
 
 from importlib import import_module

@@ -1,5 +1,3 @@
-"""Input that changes during a build, or before --resume, is detected, and old and new input are never mixed."""
-
 from __future__ import annotations
 
 import gzip
@@ -54,7 +52,6 @@ def file_of(kind: str, word: str, count: int = 40) -> bytes:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Overwrite a file in place and keep its times."""
     times = path.stat() if path.exists() else None
     with path.open("r+b" if times else "wb") as file:
         file.write(data)
@@ -64,7 +61,6 @@ def write(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replace a file by renaming another, as editors do, and keep its times."""
     times = path.stat()
     (other := path.with_name("other")).write_bytes(data)
     os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -72,7 +68,6 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def after(units: int, change: Callable[[], Any]) -> Callable[[Any], None]:
-    """Return an `on_progress` callback that calls `change` once, after this many units."""
     seen = 0
 
     def on_progress(progress: Any) -> None:

@@ -26,8 +26,6 @@ NUMBERS = count()
 
 
 class TasksHere(RayEngine):
-    """Runs each task in this process when its result is requested."""
-
     @contextmanager
     def connected(self):
         yield None

@@ -1,5 +1,3 @@
-"""Duplicates and near-duplicates, compared with normalized texts and with all pairs."""
-
 from __future__ import annotations
 
 import random
@@ -67,7 +65,6 @@ WORDS = ["".join(RNG.choices("abcdefghijklmnopqrstuvwxyz", k=RNG.randint(3, 9)))
 
 
 def corpus(count: int) -> list[dict[str, Any]]:
-    """Return conversations of 20 to 60 words. Half of them are copies of others with some words changed."""
     rng, texts = random.Random(5), list[list[str]]()
     for _ in range(count):
         if texts and rng.random() < 0.5:
@@ -103,7 +100,6 @@ def similarities(records: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
 
 
 def removed_by(pairs: list[tuple[int, int]], count: int) -> set[int]:
-    """Return all but the first record of each connected group."""
     first = list(range(count))
 
     def first_of(number: int) -> int:

@@ -1,5 +1,3 @@
-"""Workers are forked only if no other Python thread runs; otherwise a new process forks them."""
-
 from __future__ import annotations
 
 import os
@@ -27,7 +25,6 @@ UNIT_BYTES = 9_000
 
 @pytest.fixture
 def threads(monkeypatch):
-    """Run another thread, and fail the test if this process forks."""
     end = threading.Event()
     thread = threading.Thread(target=end.wait)
     thread.start()
@@ -79,7 +76,6 @@ build(job_of(("a.jsonl", "b.jsonl", "c.jsonl")), "x", workers=2)
 
 @pytest.fixture
 def held(tmp_path):
-    """Start a program with two threads whose build blocks at its second unit; yield the program and its descendants."""
     (tmp_path / "a.jsonl").write_bytes(lines(conversations(20)))
     for name in ("b.jsonl", "c.jsonl"):
         (tmp_path / name).write_bytes(lines(conversations(1)))

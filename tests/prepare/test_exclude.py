@@ -1,5 +1,3 @@
-"""--exclude removes the listed records, counts them by reason, and lists them in removed.jsonl."""
-
 from __future__ import annotations
 
 import json

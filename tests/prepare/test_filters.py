@@ -1,5 +1,3 @@
-"""Filters keep the right records and count all others by reason."""
-
 from __future__ import annotations
 
 import json
@@ -38,7 +36,6 @@ RECORDS = corpus()
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> dict[bool, dict[int, tuple[int, float]]]:
-    """Tokens and trained share of each line, with and without --unroll."""
     folder = tmp_path_factory.mktemp("measured")
     (folder / "a.jsonl").write_bytes(lines(RECORDS))
     measured = {}
@@ -178,7 +175,6 @@ def failing(record):
 
 @pytest.fixture
 def with_predicates(tmp_path, monkeypatch):
-    """A function that returns a job with a predicate from a module in the current folder."""
     monkeypatch.chdir(tmp_path)
     module = f"own_predicates_{abs(hash(str(tmp_path)))}"
     Path(f"{module}.py").write_text(PREDICATES)

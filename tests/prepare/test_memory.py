@@ -1,5 +1,3 @@
-"""The memory of the workers and of the main process does not grow with the input."""
-
 from __future__ import annotations
 
 import gzip
@@ -30,7 +28,6 @@ print(status["VmHWM"].split()[0], resource.getrusage(resource.RUSAGE_CHILDREN).r
 
 
 def peaks(folder: Path, copies: int, options: dict) -> list[int]:
-    """Return the peak memory of the main process and of the largest worker, in kilobytes."""
     folder.mkdir()
     data = lines(conversations(1000))
     for name in ("a.jsonl", "b.jsonl"):

@@ -1,5 +1,3 @@
-"""Datasets equal the result of rendering and truncating one record after another."""
-
 from __future__ import annotations
 
 from unicodedata import normalize
@@ -23,7 +21,6 @@ def inputs(tmp_path_factory) -> tuple[str, ...]:
 
 
 def expected(job: Job, ledger: Ledger) -> dict[str, list[Rows]]:
-    """Return the rows of each split, rendered one record at a time."""
     format = load_format(job.format or "chatml")
     tokenizer = open_tokenizer(job.tokenizer, control=format.tokens)
     records = [(record, source) for source in job.sources for record in read_records(source.inputs, shape=source.shape)]
@@ -62,7 +59,6 @@ def expected(job: Job, ledger: Ledger) -> dict[str, list[Rows]]:
 
 
 def unrolled(record: Record, renderer: TurnRenderer, ledger: Ledger) -> Rows:
-    """Return one row per answer, in which only that answer is trained on. The corpus has no message weights."""
     answers = [number for number, message in enumerate(record.messages) if message.role == "assistant"]
     rows, until, repeated = [], -1, 0
     for answer in answers or [len(record.messages) - 1]:

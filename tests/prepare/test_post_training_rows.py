@@ -1,5 +1,3 @@
-"""Whole and truncated rows in the post-training format, and how the ledger counts them."""
-
 from __future__ import annotations
 
 import json
@@ -24,7 +22,6 @@ LETTERS |= {"<|usr|>": "U", "<|asst|>": "A", "<|eot|>": "E"}
 
 
 def build(folder: Path, *texts: str, **options) -> tuple[list[str], dict[str, tuple[int, int]]]:
-    """Return each row with `*` under the tokens in its mask, and the counts of the ledger."""
     (folder / "in.txt").write_text("".join(json.dumps(text) + "\n" for text in texts))
     source = InputSource((str(folder / "in.txt"),), shape="transcript-lines")
     metadata = prepare_dataset(Job((source,), **{"format": "post-training", **options}), folder / "data")
@@ -77,7 +74,6 @@ def test_in_blocks_records_without_markers_are_masked(tmp_path):
 @pytest.mark.parametrize(
     ("fit", "answer", "reasons"),
     [
-        # The user turn or the start of the answer is cut off.
         ("tail", "long", {"answer_incomplete_user": (0, 6), "no_trained_tokens": (1, 8)}),
         ("tail", "much too long", {"answer_cut": (1, 8), "answer_unfinished": (0, 7), "no_trained_tokens": (1, 8)}),
         ("turns", "much too long", {"answer_cut": (1, 8), "answer_unfinished": (0, 7), "no_trained_tokens": (1, 8)}),

@@ -30,7 +30,6 @@ FITS: dict[str, dict[str, Any]] = {
 
 
 def answer(rng: random.Random) -> dict[str, Any]:
-    """Return an answer with runs of x and y, in which ranges exclude each x."""
     text, ranges = "", []
     for _ in range(rng.randrange(1, 6)):
         size = rng.randrange(1, 12)
@@ -49,7 +48,6 @@ def corpus(folder: Path, count: int = 30) -> tuple[str, ...]:
 
 
 def trained(rows: Rows, character: int) -> int:
-    """Return the number of tokens of this character in the mask."""
     return int(((rows.ids == character) & (rows.weights() > 0)).sum())
 
 

@@ -1,5 +1,3 @@
-"""A Ray cluster writes the same bytes as one process."""
-
 from __future__ import annotations
 
 import json

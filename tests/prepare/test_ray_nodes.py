@@ -48,7 +48,6 @@ OTHERS = {others!r}
 sys.addaudithook(refuse)
 """
 QUICK = {
-    # Detect lost nodes quickly.
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_failure_threshold": "6",
@@ -92,7 +91,6 @@ class Nodes:
         self._cluster.wait_for_nodes()
 
     def kill(self, number: int) -> int:
-        """Kill all processes of a node; return how many there were."""
         own, parents, marked = f"{MARK}={os.getpid()}.{number}".encode(), {}, set()
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):

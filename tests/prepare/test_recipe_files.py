@@ -1,5 +1,3 @@
-"""Recipe files in YAML and TOML."""
-
 from __future__ import annotations
 
 import json
@@ -93,7 +91,6 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def fault_of(text: str | bytes, name: str = "recipe.yaml") -> str:
-    """Return the error line of an invalid recipe, without the file name."""
     Path(name).write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(DataError) as refused:
         load_recipe(name)

@@ -70,7 +70,6 @@ class Conversation:
 
 
 def corpus(seed: int) -> list[Conversation]:
-    """Some conversations fail a filter, and some are exact or near duplicates of others."""
     rng = random.Random(seed)
 
     def text(count: int) -> str:
@@ -118,7 +117,6 @@ def corpus(seed: int) -> list[Conversation]:
         for at in (0, 10):
             copied = by_name[one][at].turns
             if number % 2 or at:
-                # A near duplicate: the last answer ends differently.
                 copied = [*copied[:-1], (copied[-1][0], copied[-1][1][:-1] + f", or {number}.")]
             else:
                 copied = [(role, f"  {words.upper()}\n".replace(" ", "  ")) for role, words in copied]
@@ -128,7 +126,6 @@ def corpus(seed: int) -> list[Conversation]:
 
 
 def write(conversations: list[Conversation]) -> list[Conversation]:
-    """Write the files; return the conversations with their files and lines, in the order of the recipe."""
     lines: dict[str, list[str]] = defaultdict(list)
     for number, each in enumerate(conversations):
         each.file = f"{each.source}_{1 + number % 2}.jsonl" if each.source == "share" else f"{each.source}.jsonl"
@@ -166,7 +163,6 @@ def write(conversations: list[Conversation]) -> list[Conversation]:
 
 
 def failed_filter(each: Conversation, identify: Any) -> str | None:
-    """Return the filter that removes a conversation, in the documented order."""
     texts = [text for _, text in each.turns]
     answers = "\n".join(text for role, text in each.turns if role == "assistant")
     share = each.trained / each.tokens
@@ -195,7 +191,6 @@ def shingles(each: Conversation) -> set[bytes]:
 
 
 def expected(conversations: list[Conversation]) -> tuple[list[Conversation], list[dict[str, Any]]]:
-    """Return the kept conversations and the lines of removed.jsonl, in input order."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     identify = LanguageIdentifier.from_model_file(MODEL_FILE).classify

@@ -1,5 +1,3 @@
-"""Rejected records are counted and written to a file with their reasons."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The bytes of a dataset do not depend on where its input is stored or how it is split."""
-
 from __future__ import annotations
 
 import gzip
@@ -143,7 +141,6 @@ close = "<|im_end|>"
 
 @pytest.fixture
 def named(tmp_path, monkeypatch, in_memory):
-    """The same tokenizer folder, format and recipe on disk and in the in-memory store, with an empty cache."""
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("chatmill.remote.named_files._copies", {})
     texts = [message["content"] for each in conversations(20) for message in each["messages"]]

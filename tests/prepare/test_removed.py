@@ -1,5 +1,3 @@
-"""removed.jsonl lists every removed record with its reason."""
-
 from __future__ import annotations
 
 import json

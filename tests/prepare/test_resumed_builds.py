@@ -1,5 +1,3 @@
-"""Killed builds: what they leave behind, how they resume, and whether their workers exit."""
-
 from __future__ import annotations
 
 import os
@@ -23,8 +21,6 @@ UNIT_BYTES = 9_000
 
 
 class Counting(LocalEngine):
-    """Runs units in this process and records their numbers."""
-
     def __init__(self) -> None:
         super().__init__(1)
         self.ran: list[int] = []
@@ -40,7 +36,6 @@ def in_a_child(work: Callable[[], object]) -> int:
 
 
 def killed_at(event: int, **options) -> Callable[[], object]:
-    """Return a function that runs a build and kills its own process at call number `event` of `on_progress`."""
     seen = 0
 
     def on_progress(progress) -> None:
@@ -142,7 +137,6 @@ def test_resuming_another_job_or_input_is_refused_and_keeps_the_units(tmp_path, 
     with pytest.raises(DataError, match="had a different job or input; build without --resume"):
         prepare_dataset(other, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, resume=True)
     assert sorted((tmp_path / ".x.building.units").iterdir()) == before
-    # Without --resume, the build starts over and removes the leftovers.
     prepare_dataset(other, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES)
     assert verify_dataset(target, full=True).faults == ()
     assert left_beside(target) == []
@@ -171,7 +165,6 @@ def test_resume_without_an_interrupted_build_starts_a_new_one(tmp_path, inputs):
 
 @pytest.fixture
 def held(tmp_path, monkeypatch):
-    """Yield a function that starts a build with two workers, both of which block after the unit of a.jsonl."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(lines(conversations(20)))
     for name in ("b.jsonl", "c.jsonl"):
@@ -191,7 +184,6 @@ def held(tmp_path, monkeypatch):
 
 
 def workers_of(build: subprocess.Popen[str]) -> list[int]:
-    """Wait until one unit is finished and both workers block; return their process ids."""
     for _ in until():
         children = Path(f"/proc/{build.pid}/task/{build.pid}/children").read_text().split()
         if len(children) == 2 and len(list(Path(".x.building.units").glob("unit_*"))) == 1:

@@ -1,5 +1,3 @@
-"""Shards planned from heads and written independently equal the shards that one process writes in order."""
-
 from __future__ import annotations
 
 import tempfile
@@ -39,7 +37,6 @@ def small():
 
 
 def random_rows(rng: np.random.Generator, count: int) -> Rows:
-    """Return rows with one conversation of at most `LONGEST` tokens each, from a few files, with few distinct keys."""
     spans_of = rng.integers(1, 4, count)
     spans = np.zeros(int(spans_of.sum()), dtype=SPAN)
     spans["length"] = rng.integers(1, LONGEST // 3 + 1, len(spans))
@@ -54,7 +51,6 @@ def random_rows(rng: np.random.Generator, count: int) -> Rows:
 
 
 def stage(folder: Path, rng: np.random.Generator, sizes: list[int]) -> tuple[list[StagedFile], list[StagedFile]]:
-    """Return staged files, and the same files with only their heads."""
     whole, heads = [], []
     for number, size in enumerate(sizes):
         path, head = folder / f"{number}.rows", folder / f"{number}.head"
@@ -107,7 +103,6 @@ def test_shards_written_independently_equal_those_of_one_process(
             for at in rng.permutation(len(plans)).tolist():
                 plan = plans[at]
                 assert (plan.split, plan.number) == (split_name, at)
-                # A shard contains rows of one source.
                 assert {job.source_name(file.source) for file in plan.staged} == {plan.source}
                 local = [of_head[file] for file in plan.staged]
                 infos[at] = write_shard(

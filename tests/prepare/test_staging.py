@@ -1,5 +1,3 @@
-"""Staged rows are read back as saved; damaged files are rejected."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -34,7 +32,6 @@ def test_rows_are_read_back_as_saved(tmp_path, tokens):
     assert staged.record.tolist() == record.tolist()
     assert staged.extra == {"records": 18}
     assert staged.ids.dtype == tokens
-    # `release` frees only memory, so the rows can still be read.
     staged.release()
     assert_equal(staged.rows(), rows)
 

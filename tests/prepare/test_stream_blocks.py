@@ -1,5 +1,3 @@
-"""Blocks of a stream do not depend on how the rows are divided into chunks."""
-
 from __future__ import annotations
 
 from itertools import pairwise

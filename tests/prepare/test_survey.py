@@ -1,5 +1,3 @@
-"""`chatmill check` gives the same counts, rejects and errors with any number of workers."""
-
 from __future__ import annotations
 
 import json
@@ -28,7 +26,6 @@ def message(rng: random.Random, role: str) -> dict:
 
 
 def write(path: Path, seed: int, *, bad: float) -> Path:
-    """Write plain records, other valid records, blank lines and invalid records."""
     rng = random.Random(seed)
     plain = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     lines = []

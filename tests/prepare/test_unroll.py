@@ -1,5 +1,3 @@
-"""--unroll: one row per answer, each answer is trained on once, and the ledger balances."""
-
 from __future__ import annotations
 
 import json
@@ -90,7 +88,6 @@ record_ = st.builds(
 
 
 def trained_messages(rows: Rows, row: int) -> dict[int, tuple[list[int], list[float]]]:
-    """Return the ids in the mask and their span weights for each message of a row."""
     one = rows[row : row + 1]
     out: dict[int, tuple[list[int], list[float]]] = {}
     for at, span in enumerate(one.spans):

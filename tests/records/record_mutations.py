@@ -1,5 +1,3 @@
-"""Valid records of each shape, and functions that corrupt them."""
-
 from __future__ import annotations
 
 import json
@@ -95,7 +93,6 @@ def broken_bytes(data: bytes, chance: random.Random) -> bytes:
 
 
 def broken(value, seed: str, count: int) -> list[bytes]:
-    """Corrupt half of the records as values, and half as bytes."""
     chance = random.Random(seed)
     found = []
     for index in range(count):

@@ -1,5 +1,3 @@
-"""Reading in columns gives the same records, keys, lines and errors as reading record by record."""
-
 from __future__ import annotations
 
 import json
@@ -39,7 +37,6 @@ PLAIN = st.fixed_dictionaries(
 
 
 def taken(block: bytes) -> list[tuple[bytes, list[tuple[str, str]]]]:
-    """Return the bytes and messages of each record that is read in columns."""
     end, data, counts, stops, roles, start, stop = columns(block, 0)
     assert block[:end].count(b"\n") == len(stops) // 8 or end == len(block)
     starts, ends = np.frombuffer(start, np.int64).tolist(), np.frombuffer(stop, np.int64).tolist()

@@ -1,5 +1,3 @@
-"""Records do not depend on the location or compression of a file; damaged files are reported in one line."""
-
 from __future__ import annotations
 
 import bz2
@@ -58,7 +56,6 @@ def memory():
 
 
 def content(kind: str, chats=CHATS) -> bytes:
-    """Return a file of this kind with these conversations, written by other libraries."""
     out = io.BytesIO()
     rows = [{"messages": chat} for chat in chats]
     if kind == ".json":

@@ -1,5 +1,3 @@
-"""Demo files of LLaMA-Factory, if present: each is read correctly or rejected with a reason."""
-
 from __future__ import annotations
 
 import json
@@ -21,7 +19,6 @@ def read(name: str) -> tuple[list[Record], list[RecordError]]:
 
 
 def values(name: str) -> list[dict[str, Any]]:
-    """All of these files are arrays."""
     records: list[dict[str, Any]] = json.loads((DATA / name).read_text())
     return records
 

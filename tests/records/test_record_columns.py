@@ -1,5 +1,3 @@
-"""`--columns`, texts, prompts with completions, and JSON arrays in files named .jsonl."""
-
 from __future__ import annotations
 
 import gzip
@@ -196,7 +194,6 @@ def test_prompts_and_completions_can_be_texts_or_messages():
 
 
 def trained_text(message: Message) -> str:
-    """Return a string with `-` for each trained character and `.` for each other one."""
     marks = ["." if message.weight == 0 else "-"] * len(message.content)
     for start, stop, weight in message.train_ranges:
         marks[start:stop] = ["-" if weight else "."] * (stop - start)

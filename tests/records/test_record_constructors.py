@@ -1,5 +1,3 @@
-"""`Message(**fields)` and `Record(...)` accept OpenAI and Hugging Face messages, and agree with the reader."""
-
 from __future__ import annotations
 
 import copy

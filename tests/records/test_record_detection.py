@@ -1,5 +1,3 @@
-"""The shape of a file is detected from its first records; if it is unclear, a one-line error asks for it."""
-
 from __future__ import annotations
 
 import gzip

@@ -1,5 +1,3 @@
-"""The fast path returns the same conversation as the slow path, or leaves the record to the slow path."""
-
 from __future__ import annotations
 
 import json

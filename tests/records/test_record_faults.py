@@ -1,5 +1,3 @@
-"""Every error is one line that says where the fault is, what is wrong, and what is expected."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Which input files are read, in which order, and with any compression and line endings."""
-
 from __future__ import annotations
 
 import gzip
@@ -330,8 +328,6 @@ def test_lines_read_together_give_the_same_records_as_lines_read_alone(tmp_path_
 
 
 class Endless(io.RawIOBase):
-    """A file with an endless line; reading more than `most` bytes fails the test."""
-
     def __init__(self, most: int) -> None:
         self.left = most
 

@@ -1,5 +1,3 @@
-"""Every key of a record is read, rejected or reported; no key is ignored."""
-
 from __future__ import annotations
 
 import json
@@ -42,7 +40,6 @@ EXTRA = st.dictionaries(NAMES, VALUES, max_size=4)
 
 
 def shaped(shape: str) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
-    """Return a minimal record of a shape, its messages, and the prefix of message keys in reports."""
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     pairs = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     return {
@@ -72,7 +69,6 @@ def with_name(record: dict[str, Any], place: str, key: str, value: Any) -> dict[
 
 
 def matters(shape: str, record: dict[str, Any], place: str, key: str) -> bool:
-    """A key is read if some value of it is rejected or changes the record."""
     known = outcome(shape, record)
     for value in (None, True, False, 0, 0.5, "x", [], {}, ["x"], {"x": 1}, [[0, 1, 0]]):
         other = outcome(shape, with_name(record, place, key, value))

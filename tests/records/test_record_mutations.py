@@ -1,5 +1,3 @@
-"""Each of 20,000 corrupted records of each shape gives a record or one error line."""
-
 from __future__ import annotations
 
 import gzip
@@ -17,7 +15,6 @@ LINE = re.compile(r"a\.(?:jsonl|json|txt)(?:\.gz)?:(\d+)(?: \(id=.*\))?: .+; .+"
 
 
 def read_all(path, data: bytes, shape: str) -> tuple[list[int], list[int]]:
-    """Return the lines of the records and of the errors; check that each error has the documented form."""
     path.write_bytes(data)
     faults: list[int] = []
 
@@ -91,7 +88,6 @@ def test_broken_files_of_every_kind_never_raise_anything_else(tmp_path, name):
     chance = random.Random(name)
     whole = json.dumps([RECORDS["messages"]] * 3, indent=1).encode()
     for index in range(500):
-        # Half of the files are corrupted before compression, the others afterwards.
         data = broken_bytes(whole, chance) if index % 2 else whole
         data = gzip.compress(data, 1) if name.endswith(".gz") else data
         (tmp_path / name).write_bytes(data if index % 2 else broken_bytes(data, chance))

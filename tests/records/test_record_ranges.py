@@ -1,5 +1,3 @@
-"""`train_ranges` of a message, and Axolotl's `train_detail`."""
-
 from __future__ import annotations
 
 import json

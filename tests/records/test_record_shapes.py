@@ -1,5 +1,3 @@
-"""The `Record` that is read from one record of each shape."""
-
 from __future__ import annotations
 
 import json

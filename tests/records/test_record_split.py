@@ -1,5 +1,3 @@
-"""The split of the primer specification, and the smallest validation share that selects a record."""
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -62,5 +60,4 @@ def test_the_smallest_share_by_shuffle_reaches_the_first_record_with_rows(flags,
         return
     val = shuffle_split(len(flags), share, seed=seed).val
     assert [flags[record] for record in val] == [False] * (len(val) - 1) + [True]
-    # With a 1 % smaller share, the record is not in val.
     assert len(shuffle_split(len(flags), share * 0.99, seed=seed).val) < len(val)

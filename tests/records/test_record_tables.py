@@ -1,5 +1,3 @@
-"""Parquet: rows are records; nulls and other columns of the table do not change them."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Transcripts with one record per line or one stream per file."""
-
 from __future__ import annotations
 
 import json
@@ -111,7 +109,6 @@ def test_three_records_whose_first_line_has_no_answer_are_not_joined(read_bytes)
     data = system + b"\n" + system + b"<|ASSISTANT|>a<|END|>\n" + system + b"<|ASSISTANT|>b<|END|>\n"
     records, _ = read_bytes(data, "a.txt")
     assert [record.line for record in records] == [1, 2, 3]
-    # This text could be one record per line or a stream.
     with pytest.raises(DataError) as asked:
         read_bytes(system + b"\n" + LINE + b"\n" + LINE, "a.txt", shape="transcript")
     assert str(asked.value) == (

@@ -1,5 +1,3 @@
-"""Message trees: the chosen path, the grouping of flat messages, and errors."""
-
 from __future__ import annotations
 
 import json
@@ -58,7 +56,6 @@ BEST = (user("q"), assistant("first"), user("tie a"))
 
 
 def flat(tree, id, parent=None):
-    """Return the messages of a tree as a list, as in the flat export."""
     message = {key: value for key, value in tree.items() if key != "replies"}
     yield {**message, "message_tree_id": id, "parent_id": parent}
     for reply in tree["replies"]:

@@ -1,1 +1,1 @@
-"""Tests of remote objects with servers on this machine."""
+pass

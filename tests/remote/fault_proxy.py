@@ -86,7 +86,6 @@ class Proxy:
 
 @contextmanager
 def fault_proxy(port: int, *, bandwidth: float = 0.0, latency: float = 0.0) -> Iterator[Proxy]:
-    """Run a proxy for the server at a local port until the end of the block."""
     import subprocess
 
     command = [sys.executable, "-S", str(Path(__file__)), str(port)]
@@ -123,7 +122,7 @@ class Throttle:
 
 
 class ConnectionBrokenError(Exception):
-    """Raised when a connection has ended because of a fault or because a peer closed it."""
+    pass
 
 
 class Stream:
@@ -133,7 +132,6 @@ class Stream:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def head(self) -> bytes:
-        """Read all header lines; return empty bytes if the connection has ended."""
         while b"\r\n\r\n" not in self.buffer:
             piece = self.socket.recv(PIECE)
             if not piece:
@@ -161,7 +159,6 @@ class Stream:
         return line + b"\r\n"
 
     def reset(self) -> None:
-        """Reset the connection, so that the other side sees a network error."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
@@ -172,7 +169,6 @@ def headers_of(head: bytes) -> dict[str, str]:
 
 
 def body(stream: Stream, headers: dict[str, str], *, until_closed: bool) -> Iterator[bytes]:
-    """Yield the pieces of a body as they are sent on the wire."""
     if headers.get("transfer-encoding", "").lower() == "chunked":
         while True:
             line = stream.line()
@@ -221,7 +217,6 @@ class Forwarder:
         return None
 
     def fault_of(self, method: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
-        """Return the first fault that applies to this request, and count the request."""
         with self.lock:
             self.seen.append((method, path, headers.get("range", "")))
             for fault in self.faults:
@@ -249,7 +244,6 @@ class Forwarder:
                 stream.socket.close()
 
     def exchange(self, head: bytes, client: Stream, server: Stream) -> bool:
-        """Forward one request and its response; return whether the connection stays open."""
         method, path, _ = head.split(b"\r\n")[0].decode("latin-1").split(" ", 2)
         headers = headers_of(head)
         fault = self.fault_of(method, path, headers)
@@ -317,7 +311,6 @@ class Forwarder:
 
 
 def run(port: int) -> None:
-    """Forward requests to the server at `port`, and read commands from stdin until it is closed."""
     forwarder = Forwarder(port)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     print(listener.getsockname()[1], flush=True)
@@ -333,8 +326,6 @@ def run(port: int) -> None:
 
 
 def measure(bandwidth: float = 100e6, size: int = 200 << 20, connections: int = 4) -> float:
-    """Return the bytes per second received through the proxy from a server that only sends."""
-
     def send(connection: socket.socket) -> None:
         with connection:
             stream = Stream(connection)

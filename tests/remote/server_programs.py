@@ -66,7 +66,6 @@ def rclone(folder: str, key: str, secret: str) -> None:
 
 
 def azurite(program: str, folder: str) -> None:
-    """Run Microsoft's Azure Blob Storage emulator, with conditional writes."""
     words = ["--blobHost", "127.0.0.1", "--blobPort", "0", "--location", folder, "--silent", "--skipApiVersionCheck"]
     print_port(
         subprocess.Popen(
@@ -76,7 +75,6 @@ def azurite(program: str, folder: str) -> None:
 
 
 def print_port(server: subprocess.Popen[str]) -> None:
-    """Print the port that a program reports, and wait until the program exits."""
     children.append(server.pid)
     for line in server.stderr or server.stdout or ():
         if match := re.search(r"http://127\.0\.0\.1:(\d+)", line):
@@ -141,8 +139,6 @@ def gcs() -> None:
 
 
 class FileHandler(http.server.BaseHTTPRequestHandler):
-    """Serves the files of a folder, optionally with range requests."""
-
     protocol_version = "HTTP/1.1"
     folder: Path
     has_ranges = True

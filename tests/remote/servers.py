@@ -36,7 +36,6 @@ _numbers = itertools.count()
 
 @contextmanager
 def started(program: str, *words: str) -> Iterator[int]:
-    """Run a program of `server_programs` until the end of the block; yield its port."""
     command = [sys.executable, str(PROGRAMS), program, *words]
     environment = {name: value for name, value in os.environ.items() if name not in {*PROXIES, process_watch.MARK}}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as server:
@@ -85,8 +84,6 @@ SETTINGS = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "HF_", "FSSPEC
 
 @dataclass(frozen=True)
 class Server:
-    """A server, and the environment variables to use it with."""
-
     port: int
     environment: Mapping[str, str]
     scheme: str = "s3"
@@ -149,7 +146,6 @@ class Server:
 
 
 def s3_environment(endpoint: str, key: str = "testing", secret: str = "testing") -> dict[str, str]:
-    """Return environment variables for an S3 server and its credentials; files in the home folder are not read."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": key,
@@ -203,7 +199,6 @@ def gs(gs_server: Server) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def hf_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run a server with the part of the Hub API that reading needs."""
     folder = tmp_path_factory.mktemp("hub")
     with started("hub", str(folder)) as port:
         environment = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_testing"}

@@ -1,5 +1,3 @@
-"""The cache of remote objects contains correct files, downloads each once, and respects its size limit."""
-
 from __future__ import annotations
 
 import errno
@@ -37,7 +35,6 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Record the names of the objects read, one entry per request."""
     names = []
     read = download.read
 

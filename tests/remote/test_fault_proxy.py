@@ -1,5 +1,3 @@
-"""The fault proxy breaks responses as configured, and forwards all others unchanged."""
-
 from __future__ import annotations
 
 import http.client
@@ -20,7 +18,6 @@ def proxy(s3_server):
 
 @pytest.fixture
 def ask(proxy, s3_server):
-    """Send a request through the proxy; return the status and body. The object /BUCKET/x contains DATA."""
     proxy.fail()
     bucket = s3_server.bucket().address.removeprefix("s3://")
 

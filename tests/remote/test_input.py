@@ -1,5 +1,3 @@
-"""Reading records from every store."""
-
 from __future__ import annotations
 
 import gzip

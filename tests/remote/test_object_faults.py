@@ -1,5 +1,3 @@
-"""Transient server faults are retried; all other faults immediately give one error line without credentials."""
-
 from __future__ import annotations
 
 import importlib
@@ -53,7 +51,6 @@ def bucket(s3_server, proxy):
 
 
 def one_line_of(call, *words, kind=RemoteError):
-    """Check that the error of a call is one line with the URL and a remedy; return it."""
     with pytest.raises(kind) as raised:
         call()
     text = str(raised.value)
@@ -97,7 +94,6 @@ def test_a_conditional_write_with_a_lost_response_succeeds(bucket, proxy, kind):
     proxy.fail(Fault(kind, method="PUT", times=2, after=1))
     write(bucket / "x", b"2", replaces=find(bucket / "x").version)
     assert read(bucket / "x") == b"2"
-    # An earlier attempt of the same call could have written the object, but here an earlier call did.
     proxy.fail(Fault(kind, method="PUT", times=2, after=1))
     with pytest.raises(ExistingObjectError):
         write(bucket / "x", b"2", new=True)
@@ -117,7 +113,6 @@ def test_only_the_failed_part_of_an_upload_is_sent_again(bucket, proxy, tmp_path
     parts = [re.search(r"partNumber=(\d)", path)[1] for method, path, _ in proxy.requests() if method == "PUT"]
     assert sorted(parts) == ["1", "2", "2", "2", "3"]
     assert read(bucket / "x") == data
-    # A failed upload leaves no object.
     proxy.fail(Fault("status", status=403, code="AccessDenied", path="partNumber=3"))
     one_line_of(lambda: upload(bucket / "y", tmp_path / "file"), "check the credentials")
     assert names_below(bucket) == [bucket / "x"]

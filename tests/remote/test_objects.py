@@ -1,5 +1,3 @@
-"""Objects with any name and size are written, read, listed and removed on real servers."""
-
 from __future__ import annotations
 
 import itertools
@@ -35,7 +33,6 @@ DATA = bytes(range(256)) * 4
 
 @pytest.fixture(params=STORES, scope="module")
 def store(request):
-    """Return each server in turn; all tests of one server run before those of the next."""
     if request.param == "memory":
         yield None
         return

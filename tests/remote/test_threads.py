@@ -1,5 +1,3 @@
-"""Requests run in a fixed number of threads, return results in order, and may start other requests."""
-
 from __future__ import annotations
 
 import threading

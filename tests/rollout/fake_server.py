@@ -1,5 +1,3 @@
-"""An HTTP server in a thread, with responses chosen by the test."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Tokenizers with awkward merges, and answers to truncate."""
-
 from __future__ import annotations
 
 import random
@@ -92,7 +90,6 @@ class Toy:
 
 
 def chopped(toy: Toy, data: bytes, seed: int) -> list[int]:
-    """Split bytes into tokens at random positions; some coordinates become their own token."""
     draw = random.Random(seed)
     ids: list[int] = []
     while data:

@@ -1,5 +1,3 @@
-"""Every rollout gives a target: random text, broken JSON, any truncation, any tokenization."""
-
 from __future__ import annotations
 
 import json
@@ -99,7 +97,6 @@ def test_every_rollout_gives_a_valid_target(data, seed):
         assert found.missed == (0, 1, 2)
     assert found.prefix_text.rstrip(" \t\n\r")[-1] in "{}"
 
-    # Every true object is matched, or appended under a new key.
     assert sorted([true for _, true in found.matched] + list(found.missed)) == [0, 1, 2]
     appended, is_json = parses("{" + found.appended_text.removeprefix(", "))
     assert is_json and len(appended) == len(found.missed)
@@ -170,7 +167,6 @@ def long_rollout():
 
 @pytest.fixture(scope="module", params=["hurting merges", "trained bpe", "deepseek", "sentencepiece"])
 def real(request, tmp_path_factory):
-    """Return a tokenizer with coordinate tokens, and a function that encodes text with one token per coordinate."""
     if request.param == "hurting merges":
         return Toy(HURTING), Toy(HURTING).rollout
     if request.param == "trained bpe":
@@ -213,7 +209,6 @@ def test_a_long_rollout_truncated_at_any_token_keeps_the_complete_objects(real):
         kept_before = complete
         text = found.prefix_text.lstrip()
         assert text == ("{" + ", ".join(entries[:complete]) if complete else "{")
-        # No complete entry was dropped.
         if complete < len(entries):
             assert ("{" + ", ".join(entries[: complete + 1])).encode() not in said
         assert found.prefix_ids[: found.kept] == ids[: found.kept]

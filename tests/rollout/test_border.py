@@ -1,5 +1,3 @@
-"""Tokens at the start of the appended text, for tokenizers that merge it with the end of the prefix."""
-
 from __future__ import annotations
 
 import random
@@ -43,7 +41,6 @@ def test_tokens_at_each_border():
         tokens[border] = [
             (toy.piece(id), weight > 0) for id, weight in zip(target.ids[first:][:3], trained, strict=True)
         ]
-    # The rollout contains a token that joins the end of the box and the comma; this token is split.
     assert tokens["shorter"] == [(b'"]}', False), (b",", True), (b' "object_', True)]
     assert tokens["masked"] == [(b'"]}', False), (b",", False), (b' "object_', True)]
     assert tokens["joined"] == tokens["canonical"] == [(b'"]},', True), (b' "object_', True), (b"2", True)]

@@ -1,5 +1,3 @@
-"""Targets are the same with and without the C extension, and with every assignment method."""
-
 from __future__ import annotations
 
 import random
@@ -57,7 +55,6 @@ def test_every_assignment_method_gives_the_same_matching(seed, most, gate):
     with pytest.MonkeyPatch.context() as without:
         without.setattr("chatmill.rollout.match._rollout", None)
         assert match_objects(predicted, truth, gate=gate) == expected
-        # Assign all groups with scipy, then all by brute force.
         for few in (0, 10**9):
             without.setattr("chatmill.rollout.match.FEW", few)
             assert match_objects(predicted, truth, gate=gate) == expected

@@ -1,5 +1,3 @@
-"""Generators: a server that takes and returns token ids, and replay from a log."""
-
 from __future__ import annotations
 
 import pytest
@@ -11,7 +9,6 @@ from chatmill.rollout.generators import CompletionServer
 
 
 def completion(request):
-    """Echo the prompt twice, truncated as requested, in vLLM's response format."""
     ids = (request["prompt"] * 2)[: request["max_tokens"]]
     return 200, {
         "object": "text_completion",

@@ -1,5 +1,3 @@
-"""The rollout loss, compared with plain numpy."""
-
 from __future__ import annotations
 
 import math
@@ -23,7 +21,6 @@ VOCABULARY, PLACES, FIRST = 40, 12, 20
 
 
 def reference(logits, ids, weights, terms):
-    """Compute every term from its definition, in double precision."""
     sums = dict.fromkeys(("text", "soft", "wasserstein", "outside"), 0.0)
     for row, id, weight in zip(logits.astype(np.float64), ids, weights, strict=True):
         p = np.exp(row - row.max()) / np.exp(row - row.max()).sum()

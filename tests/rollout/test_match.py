@@ -1,5 +1,3 @@
-"""Matching, compared with brute force that tries every assignment and counts areas cell by cell."""
-
 from __future__ import annotations
 
 from fractions import Fraction
@@ -34,7 +32,6 @@ def box_overlap(one, other):
 
 
 def brute_force(predicted, truth, gate):
-    """Return the best of all assignments; on ties, the first in the order of pairs."""
     best, chosen = Fraction(-1), None
     for size in range(min(len(predicted), len(truth)), -1, -1):
         for rows in combinations(range(len(predicted)), size):

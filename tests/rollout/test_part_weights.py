@@ -1,5 +1,3 @@
-"""The weight of each part of a target."""
-
 from __future__ import annotations
 
 import pytest

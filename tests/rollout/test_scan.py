@@ -1,5 +1,3 @@
-"""The scan finds entries by character and token position, for every tokenization of the text."""
-
 from __future__ import annotations
 
 import pytest

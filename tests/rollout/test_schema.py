@@ -1,5 +1,3 @@
-"""Schemas are strict: each fault has its own reason, and no fault is repaired."""
-
 from __future__ import annotations
 
 import json

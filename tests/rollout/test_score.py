@@ -1,5 +1,3 @@
-"""Scores of answers, and the scenes of the example that uses them."""
-
 from __future__ import annotations
 
 import random
@@ -58,7 +56,6 @@ def test_a_random_order_has_the_same_objects():
 
 
 def rectangles(grid):
-    """Yield the box of each connected area of one letter; check that the area fills its box."""
     size = len(grid)
     left = {(y, x) for y in range(size) for x in range(size) if grid[y][x] != "."}
     while left:

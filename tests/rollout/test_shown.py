@@ -1,5 +1,3 @@
-"""A target in the terminal shows kept, corrected and appended tokens differently."""
-
 from __future__ import annotations
 
 from chatmill.format import load_format

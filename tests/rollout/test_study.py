@@ -1,5 +1,3 @@
-"""The study of examples/detect runs, and its tables match the documentation."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Rollout targets: kept tokens, appended tokens and loss mask."""
-
 from __future__ import annotations
 
 import json
@@ -370,7 +368,6 @@ def test_the_end_token_can_be_given(toy):
     end = toy.token(b"</end>")
     ids = [*toy.rollout(f"{{{FOUND_CAT}"), end, *toy.rollout(f", {box(2, 'dog', 1, 2, 3, 4)}}}")]
     found = build_target(ids, [], tokenizer=toy, eos_id=end)
-    # The given end token also ends the rollout.
     assert (found.ids[-1], found.prefix_text, found.truncated) == (end, f"{{{FOUND_CAT}", True)
 
     class NoEnd(Toy):

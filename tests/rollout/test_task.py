@@ -1,5 +1,3 @@
-"""Prompts have the same ids in generation and training, and are never trained on."""
-
 from __future__ import annotations
 
 from itertools import pairwise

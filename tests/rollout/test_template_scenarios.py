@@ -1,5 +1,3 @@
-"""Every rule of rollout targets, with built-in and published chat templates and a real BPE tokenizer."""
-
 from __future__ import annotations
 
 import json
@@ -53,7 +51,6 @@ class Folder(NamedTuple):
     """The transformers tokenizer, with the template."""
 
     def prompt(self, messages: list[Message]) -> list[int]:
-        """Return the prompt ids that transformers sends to the model."""
         plain = [{"role": message.role, "content": message.content} for message in messages]
         return list(self.peer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False))
 
@@ -152,7 +149,6 @@ SCENARIOS = {
     "a largest key that is cut off": Scenario(SECOND + ', "object_9": {"desc": "dog", "b": [', SECOND, 3, (BIRD,)),
     "malformed keys": Scenario(MALFORMED + "}␃", MALFORMED, 4, (BIRD,)),
     "an empty scene and an empty answer": Scenario(DOG + "}␃", DOG, 7, (CAT, BIRD)),
-    # No object is missing, so no text is appended.
     "all found": Scenario(f"{FOUND}, {written(2, BIRD)}}}␃", f"{FOUND}, {written(2, BIRD)}", 3, ()),
     "nothing there and nothing found": Scenario("{}␃", "{", 1, (), truth=()),
     # Fallback.
@@ -171,7 +167,6 @@ def rollout_ids(text: str, task: Task) -> list[int]:
 
 
 def appended_text(scenario: Scenario) -> str:
-    """Return the text that the specification appends to the prefix."""
     entries = [written(number, thing) for number, thing in enumerate(scenario.appended, start=scenario.first)]
     comma = ", " if entries and scenario.prefix.rstrip()[-1] == "}" else ""
     return comma + ", ".join(entries) + "}"
@@ -302,7 +297,6 @@ def test_generation_and_training_see_the_same_prompt(tmp_path, monkeypatch):
         for prompt, record in zip(prompts, records, strict=True):
             messages = [{"role": message.role, "content": message.content} for message in record.messages]
             assert prompt == peer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            # This template adds an empty thinking block to its generation prompt.
             assert peer.decode(prompt).endswith("assistant\n<think>\n\n</think>\n\n")
         generated.extend(prompts)
         return own(prompts, records=records, **where)

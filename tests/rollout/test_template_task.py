@@ -1,5 +1,3 @@
-"""Rollouts with a model's chat template."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Servers that return text."""
-
 from __future__ import annotations
 
 import json
@@ -31,7 +29,6 @@ BOX = '{"object_1": {"desc": "cat", "bbox_2d": ["<|coord_0|>", "<|coord_7|>", "<
 
 @cache
 def task():
-    """The folder of a task is not needed after opening it."""
     with TemporaryDirectory() as place:
         return open_task(str(write_folder(Path(place), "chatml", special_coordinates=False)), None)
 

@@ -1,5 +1,3 @@
-"""Encoding text to ids that decode to exactly its bytes, even if the tokenizer normalizes text."""
-
 from __future__ import annotations
 
 from importlib.util import find_spec
@@ -15,8 +13,6 @@ from chatmill.tokenizer import open_tokenizer
 
 
 class Spaced(Toy):
-    """A tokenizer that adds a space before every text, as SentencePiece does."""
-
     def encode(self, text):
         return super().encode(" " + text)
 

@@ -16,7 +16,6 @@ from chatmill.tokenizer import train_bpe
 
 @pytest.fixture(scope="session")
 def chats(tmp_path_factory):
-    """Return six conversations in the format `primer` with one token per byte."""
     folder = tmp_path_factory.mktemp("chats")
     texts = [
         ("hi", "yo"),

@@ -1,5 +1,3 @@
-"""Small datasets for tests of the viewer."""
-
 from __future__ import annotations
 
 import json

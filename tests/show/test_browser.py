@@ -1,5 +1,3 @@
-"""The viewer in Chromium: all controls work, and no text from a dataset is executed."""
-
 from __future__ import annotations
 
 import json
@@ -17,7 +15,6 @@ from chatmill.tokenizer import train_bpe
 
 @pytest.fixture(scope="module")
 def chats_url(tmp_path_factory):
-    """Start a viewer of 120 conversations with a trained tokenizer and the audit log of a run."""
     folder = tmp_path_factory.mktemp("browser")
     metals = ["gold", "silver", "iron", "tin"]
     lines = [

@@ -1,5 +1,3 @@
-"""Accessibility of the viewer and the report: axe-core, phone width and keyboard."""
-
 from __future__ import annotations
 
 import json

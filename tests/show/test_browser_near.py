@@ -1,5 +1,3 @@
-"""Near-duplicates in the viewer, found and opened with the keyboard."""
-
 from __future__ import annotations
 
 from show_fixtures import line, make

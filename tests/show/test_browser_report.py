@@ -1,5 +1,3 @@
-"""The report in Chromium."""
-
 from __future__ import annotations
 
 import random
@@ -45,7 +43,6 @@ def write_page(folder, shown) -> str:
 
 
 def flow_of(seed: int) -> str:
-    """Return a flow chart with many columns, names of every length and script, and amounts from 1 to 10^12."""
     numbers = random.Random(seed)
     columns = [
         [

@@ -1,5 +1,3 @@
-"""Tags and exclusions in Chromium."""
-
 from __future__ import annotations
 
 import pytest

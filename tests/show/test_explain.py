@@ -1,5 +1,3 @@
-"""Explanations: one sentence per token, consistent with the store."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""A search index gives the same results as a scan of every episode."""
-
 from __future__ import annotations
 
 import json
@@ -52,7 +50,6 @@ def built(shown, folder):
 
 
 def naive(shown, text: str) -> list[int]:
-    """Return the episodes whose case-folded text contains the case-folded query."""
     found = []
     for number in range(len(shown.dataset["train"])):
         said = b"".join(shown.text.piece(int(id)) for id in shown.row("train", number).ids).decode()
@@ -179,7 +176,6 @@ ALPHABET = "aAbz \x00\n\"'%*_\\(-äÄßΣςσİ你👩"
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
-    """Texts of quotes, wildcards, control characters and cased letters, some truncated inside a character."""
     rng = np.random.default_rng(11)
     folder, lines = tmp_path_factory.mktemp("odd"), []
     for _ in range(150):

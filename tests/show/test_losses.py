@@ -1,5 +1,3 @@
-"""Losses of a run by episode, from the logs of all ranks."""
-
 from __future__ import annotations
 
 import json

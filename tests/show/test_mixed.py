@@ -1,5 +1,3 @@
-"""A folder of datasets and caches, shown as one dataset."""
-
 from __future__ import annotations
 
 import numpy as np

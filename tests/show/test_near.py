@@ -1,5 +1,3 @@
-"""Near-duplicates of an episode."""
-
 from __future__ import annotations
 
 import random
@@ -15,7 +13,6 @@ from chatmill.show.viewer import Viewer
 
 
 def sequences(view, number: int) -> set[tuple[int, ...]]:
-    """Return the 5-token sequences of an episode, without system messages and headers."""
     row = view.row("train", number)
     ids, at = [], 0
     for span in row.spans:

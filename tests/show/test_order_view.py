@@ -1,5 +1,3 @@
-"""The order of an epoch, packed neighbors, and the rows of a logged step."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -79,7 +77,6 @@ def test_an_episode_that_is_too_short_is_in_no_epoch(shown):
 
 @pytest.fixture(scope="module")
 def logged(shown, tmp_path_factory):
-    """Run 15 steps, resumed once from step 6; return all batches."""
     folder = tmp_path_factory.mktemp("logs")
     audit = Audit(folder, every=4)
     loader = EpisodeLoader(shown.path, RUN, listener=audit)

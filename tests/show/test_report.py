@@ -1,5 +1,3 @@
-"""The report is one page without external files or scripts."""
-
 from __future__ import annotations
 
 from html.parser import HTMLParser
@@ -15,8 +13,6 @@ EMPTY = {"meta", "br", "link", "img", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """Collects the elements and visible text of a page, and checks that it is well formed."""
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict]] = []

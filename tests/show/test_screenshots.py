@@ -1,5 +1,3 @@
-"""The screenshots in docs/images, and the script that takes them."""
-
 from __future__ import annotations
 
 import struct

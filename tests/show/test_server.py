@@ -1,5 +1,3 @@
-"""The server is read-only and answers only browsers on this machine."""
-
 from __future__ import annotations
 
 import http.client
@@ -16,7 +14,6 @@ from viewing import viewer
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory):
-    """Send a request to a viewer of 30 episodes; return the status, headers and body of the response."""
     folder = tmp_path_factory.mktemp("server")
     shown = make(folder, [line(f"question {n}", f"answer {n}") for n in range(30)])
     with viewer(shown.path, folder) as url:

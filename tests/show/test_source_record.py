@@ -1,5 +1,3 @@
-"""The source record of an episode, read again from its file."""
-
 from __future__ import annotations
 
 import gzip

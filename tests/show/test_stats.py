@@ -1,5 +1,3 @@
-"""Statistics, compared with counts made token by token."""
-
 from __future__ import annotations
 
 from collections import Counter, defaultdict
@@ -13,7 +11,6 @@ from chatmill.show.stats import SHARES, split_stats
 
 
 def by_hand(episodes, split: str) -> dict:
-    """Compute the same counts with plain loops over tokens."""
     roles, parts, rules, sources = (defaultdict(lambda: [0, 0]) for _ in range(4))
     lengths, shares, segments, untrained = [], Counter(), Counter(), 0
     for number in range(len(episodes)):

@@ -1,5 +1,3 @@
-"""An episode in the terminal."""
-
 from __future__ import annotations
 
 import re

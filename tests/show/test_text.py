@@ -1,5 +1,3 @@
-"""Text from a dataset is shown unchanged, except for characters that could control the display."""
-
 from __future__ import annotations
 
 import unicodedata

@@ -1,5 +1,3 @@
-"""Viewer, report and terminal label tool definitions."""
-
 from __future__ import annotations
 
 import json

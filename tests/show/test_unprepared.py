@@ -1,5 +1,3 @@
-"""Records and recipes can be viewed without preparing a dataset."""
-
 from __future__ import annotations
 
 import json

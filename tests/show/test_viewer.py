@@ -1,5 +1,3 @@
-"""The API of the viewer."""
-
 from __future__ import annotations
 
 import json

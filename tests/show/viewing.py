@@ -1,5 +1,3 @@
-"""Start the viewer as a user does, and open it in a browser."""
-
 from __future__ import annotations
 
 import json
@@ -23,7 +21,6 @@ SHOTS = Path(__file__).resolve().parents[2] / "artifacts" / "show"
 
 @contextmanager
 def viewer(dataset: Path, folder: Path, *options: str) -> Iterator[str]:
-    """Run `chatmill view` in a folder until the end of the block; yield its URL."""
     command = [Path(sys.executable).with_name("chatmill"), "view", dataset, "--index", folder / "index", "--json"]
     process = subprocess.Popen([*command, *options], cwd=folder, stdout=subprocess.PIPE, text=True)
     try:
@@ -72,8 +69,6 @@ def count(page: Any, selector: str, number: int) -> None:
 
 @dataclass
 class Watched:
-    """A page, and the faults and requests that were recorded on it."""
-
     page: Any
     faults: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)

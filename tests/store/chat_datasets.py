@@ -1,5 +1,3 @@
-"""Small datasets of conversations."""
-
 from __future__ import annotations
 
 import hashlib
@@ -21,7 +19,6 @@ from chatmill.tokenizer import open_tokenizer
 
 
 def chat(*texts: str, line: int = 1, file: str = "chat.jsonl", system: str | None = None) -> Record:
-    """Build a record of alternating user and assistant messages."""
     messages = [Message("system", system)] if system else []
     messages += [Message(("user", "assistant")[at % 2], text) for at, text in enumerate(texts)]
     return Record(messages, file=file, line=line, source="chat")
@@ -62,7 +59,6 @@ def write_rows(
     shard_tokens: int = 500,
     overwrite: bool = False,
 ) -> Metadata:
-    """Build and publish a dataset of these rows, as the pipeline does."""
     chosen = load_format(format)
     opened = open_tokenizer("bytes", control=chosen.tokens)
     staging, ledger, infos = staging_for(target), Ledger(), {}

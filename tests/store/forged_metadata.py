@@ -1,5 +1,3 @@
-"""Metadata with a valid hash and wrong content."""
-
 from __future__ import annotations
 
 import json

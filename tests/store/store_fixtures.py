@@ -1,5 +1,3 @@
-"""Small datasets for the tests of the store."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -28,7 +26,6 @@ def _none() -> tuple:
 
 
 def some_rows(seed: int, *, count: int = 40, vocab_size: int = 1000, targets: bool = True) -> Rows:
-    """Build rows of every kind: empty, packed, without origin, with weights and targets."""
     rng = np.random.default_rng(seed)
     segments = rng.integers(0, 4, count)
     spans = rng.integers(0, 5, segments.sum())

@@ -1,5 +1,3 @@
-"""Two datasets, compared conversation by conversation."""
-
 from __future__ import annotations
 
 import shutil
@@ -130,7 +128,6 @@ def test_without_keys_conversations_are_matched_by_their_ids(tmp_path):
     assert (counts(found), found.mask.examples) == ({"equal": 9, "mask": 1}, (ConversationOrigin("train", None, 0),))
 
 
-# A conversation as plain data: its key, its ids and its mask.
 conversations_ = st.tuples(
     st.integers(1, 3), st.sampled_from([(5,), (5, 5), (5, 6), (6, 5)]), st.sampled_from([(0, 0), (0, 1), (1, 1)])
 )
@@ -150,7 +147,6 @@ def as_rows(plain, *, one_span: bool):
 
 
 def expected(one, other) -> dict[str, int]:
-    """Count the differences by matching conversations one at a time, the most similar pairs first."""
     left, right = (
         [
             {"split": split, "who": who, "ids": ids, "mask": mask[: len(ids)]}

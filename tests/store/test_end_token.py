@@ -1,5 +1,3 @@
-"""With `pad_token_id: null`, the end token is read from the dataset's tokenizer file."""
-
 from __future__ import annotations
 
 import json

@@ -37,7 +37,6 @@ NONE = 4_294_967_295
 
 
 def table(heading: str) -> np.dtype:
-    """Return the dtype described by the first table below a heading, after checking its offsets."""
     below = PAGE[PAGE.index(f"\n{heading}\n") :]
     lines = re.findall(
         r"^\| (\d+) \| `(\w+)` \| ([\w× ]+?) \|", below[: below.index("\n\n", below.index("|---"))], re.M
@@ -62,7 +61,6 @@ def canonical(value: object) -> bytes:
 
 @pytest.fixture(scope="module", params=[1000, 100_000], ids=["uint16", "uint32"])
 def dataset(request, tmp_path_factory) -> tuple[Path, Rows]:
-    """Return a dataset of several shards with segments, targets and weights, and its source rows."""
     folder = tmp_path_factory.mktemp("dataset")
     rows = some_rows(5, count=60)
     with SplitWriter(folder / "train", vocab_size=request.param, shard_tokens=200) as writer:

@@ -1,5 +1,3 @@
-"""Datasets that other programs wrote in the specified format."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""An open dataset never returns rows of another dataset, an incomplete dataset or a truncated file."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Export as Parquet. tests/trainers/test_parquet.py trains on such a dataset with TRL."""
-
 from __future__ import annotations
 
 import hashlib
@@ -30,7 +28,6 @@ def read(folder, split="train") -> list[dict]:
 
 
 def expected(rows) -> list[dict]:
-    """Compute the expected columns token by token."""
     found = []
     for row in (rows[at : at + 1] for at in range(len(rows))):
         lengths = [n for n in np.diff(row.segment_start).tolist() if n]

@@ -1,5 +1,3 @@
-"""The cache of one source."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""A dataset in an object store has the same bytes as a local one and is published atomically."""
-
 from __future__ import annotations
 
 import json
@@ -50,7 +48,6 @@ def memory():
 
 
 def job(count: int = 12, *, name: str = "chat.jsonl", **options) -> chatmill.Job:
-    """Build a job whose dataset has several shards."""
     lines = [
         {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"it is {n}" * 3}]}
         for n in range(count)
@@ -143,7 +140,6 @@ def test_of_two_concurrent_builds_one_is_published_and_the_other_fails(s3, overw
     publish = remote_publish.publish_metadata
 
     def late(target, text):
-        # Another machine publishes first.
         monkeypatch.setattr(remote_publish, "publish_metadata", publish)
         monkeypatch.setenv("TMPDIR", str(Path("elsewhere").absolute()))
         monkeypatch.setattr("tempfile.tempdir", None)
@@ -220,7 +216,7 @@ def test_a_dataset_of_copied_plain_files_is_replaced_with_overwrite(memory):
 
 
 class Stop(BaseException):
-    """Simulates a kill."""
+    pass
 
 
 def test_a_build_stopped_at_any_write_leaves_the_old_dataset_and_can_be_resumed(memory, monkeypatch):
@@ -251,7 +247,6 @@ def test_a_build_stopped_at_any_write_leaves_the_old_dataset_and_can_be_resumed(
             stops += 1
         with pytest.raises(DataError, match="no dataset found; an unfinished build has no metadata"):
             open_dataset(url)
-        # A resumed build reuses finished units and uploaded objects.
         done, limit, rendered = 0, 10**6, []
         if stops % 7 == 0:
             built(url, of=of, resume=True, on_progress=lambda now, rendered=rendered: rendered.append(now.step))

@@ -1,5 +1,3 @@
-"""Reweighing writes a new mask for the same tokens, and shares unchanged files with the original dataset."""
-
 from __future__ import annotations
 
 import errno
@@ -244,8 +242,6 @@ def test_leftovers_of_a_killed_process_are_removed(dataset):
 
 
 class Dying(files.Disk):
-    """Fails after a number of operations, as if the process had been killed."""
-
     def __init__(self, left: int) -> None:
         self._left = left
 

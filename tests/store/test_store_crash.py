@@ -20,7 +20,6 @@ NEW = {"train": some_rows(2, count=12), "val": some_rows(3, count=4)}
 
 
 def record(folder, monkeypatch, *, old: bool, can_exchange: bool = True) -> tuple[Model, Recorder]:
-    """Build and publish a dataset, optionally over an old one; return the initial disk and all operations."""
     folder.mkdir()
     if old:
         write_dataset(folder / "x", OLD, shard_tokens=60)

@@ -1,5 +1,3 @@
-"""Changed, truncated or inconsistent files are each reported in one line."""
-
 from __future__ import annotations
 
 import hashlib
@@ -44,7 +42,6 @@ def test_every_flipped_bit_of_the_metadata_is_detected(dataset):
     whole = path.read_bytes()
     place = whole.index(b"1e-05") + 1
     for at in (*range(min(400, len(whole))), place):
-        # Flip every third bit, and every bit of the `e` in `1e-05`.
         for bit in range(8) if at == place else range(at % 3, 8, 3):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
             with pytest.raises(DataError):
@@ -97,7 +94,6 @@ def test_inconsistent_metadata_is_one_error_line(dataset, lie):
 
 
 def tamper(folder: Path, name: str, dtype, change) -> str:
-    """Change a table of the first training shard, and update its hash in the metadata."""
     path = folder / "train/shard_00000" / name
     table = np.fromfile(path, dtype)
     change(table)
@@ -200,7 +196,6 @@ def test_a_path_without_a_dataset_is_one_error_line(tmp_path):
 
 
 def resident(path: Path) -> int:
-    """Return the resident bytes of a mapped file."""
     held, here = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split(maxsplit=5)

@@ -1,5 +1,3 @@
-"""Reading returns the rows that were written, for any chunk and shard sizes."""
-
 from __future__ import annotations
 
 import pickle

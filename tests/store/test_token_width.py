@@ -47,7 +47,6 @@ class Shard:
         return [mask[start : start + length].tolist() for start, length in self.episodes]
 
     def may_be_uint32(self) -> bool:
-        """Whether the file sizes allow tokens of 4 bytes."""
         end = max((start + length for start, length in self.episodes), default=0)
         return self.tokens.nbytes % 4 == 0 and 4 * end <= self.tokens.nbytes
 

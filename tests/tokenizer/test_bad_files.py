@@ -1,5 +1,3 @@
-"""A missing, damaged or unrelated file gives one clear error line."""
-
 from __future__ import annotations
 
 import base64
@@ -21,7 +19,6 @@ RIGHT = "expected a tokenizer.json, a SentencePiece model, tiktoken ranks or a t
 
 
 def line_of(path: str | Path, kind: type[ChatmillError] = DataError) -> str:
-    """Return the one-line error for a path, without the path itself."""
     with pytest.raises(kind) as caught:
         open_tokenizer(path)
     line = str(caught.value)

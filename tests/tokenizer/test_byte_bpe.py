@@ -1,5 +1,3 @@
-"""The C engine gives the same ids as `tokenizers`, for each supported pattern and any text."""
-
 from __future__ import annotations
 
 import json
@@ -38,7 +36,6 @@ KINDS = {
 
 
 def as_kind(raw: bytes, kind: str) -> bytes:
-    """Change a tokenizer.json so that it splits words like the tokenizer of this model family."""
     content = json.loads(raw)
     content["added_tokens"] = []
     content["pre_tokenizer"] = KINDS[kind]

@@ -1,5 +1,3 @@
-"""The cache of compiled tokenizers does not change ids, even if its files are damaged."""
-
 from __future__ import annotations
 
 import json
@@ -33,7 +31,6 @@ TEXTS = [*mixed_texts(1, 20_000), *LEFT, ""]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the cache folder, which does not exist yet."""
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv(compiled_cache.SWITCH, raising=False)
     return tmp_path / "cache" / "tokenizers"
@@ -41,7 +38,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the name of each file that `tokenizers` loads."""
     loaded: list[str] = []
 
     class Counted(Reference):
@@ -147,7 +143,6 @@ def test_the_cache_can_be_turned_off(trained_json, folder, loads, monkeypatch):
 
 
 def assert_made_again(path: Path, file: Path, whole: bytes, loads: list[str]) -> None:
-    """Check that the damaged file is not used, and is replaced by an intact one."""
     before = len(loads)
     assert ids_of(open_tokenizer(path), TEXTS[:5]) == peer_ids(path, TEXTS[:5])
     assert len(loads) == before + 1

@@ -1,5 +1,3 @@
-"""Texts and control tokens encoded in sections or as a whole get the same ids as the joined text."""
-
 from __future__ import annotations
 
 import warnings
@@ -52,7 +50,6 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory):
-    """Return an encoder for each kind of tokenizer, with the `tokenizers` object to compare it with."""
     out = {}
     for name, make in KINDS.items():
         made = make()

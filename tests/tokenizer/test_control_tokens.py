@@ -1,5 +1,3 @@
-"""Text never becomes a control token, in any backend, even with adversarial vocabularies."""
-
 from __future__ import annotations
 
 import json
@@ -33,7 +31,6 @@ EVERY_MARKER = {marker: marker for marker in MARKERS if marker != "<unk>"}
 
 
 def check_hostile(path: str | Path, *, lossless: bool = True, add_tokens: bool = True) -> Tokenizer:
-    """Check a tokenizer with 10,000 messages made of its control tokens."""
     tokenizer = open_tokenizer(path, control=EVERY_MARKER, add_tokens=add_tokens)
     texts = hostile_texts()
     ids, offsets = tokenizer.encode_batch(texts)
@@ -164,8 +161,6 @@ def test_special_tokens_and_markup_never_come_from_text_even_if_no_format_uses_t
 
 
 class Broken:
-    """A backend that returns control id 1 for every text with an x."""
-
     engine = "broken"
     vocab_size = 2
     sha256 = "0" * 64

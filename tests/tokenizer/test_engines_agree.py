@@ -1,5 +1,3 @@
-"""The fast engines and `tokenizers` give the same ids."""
-
 from __future__ import annotations
 
 import json
@@ -65,7 +63,6 @@ def ids_of_tokenizers(path: Path, texts: tuple[str, ...]) -> tuple[np.ndarray, n
 
 @pytest.fixture(scope="module", params=["o200k", "unusual"])
 def pairs(request: pytest.FixtureRequest) -> TokenizerJson:
-    """Return fastokens, once with its own code for a pattern and once with its regular expressions."""
     raw = tokenizer_of_pairs(pre_tokenizer_of(PATTERNS[request.param]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("chatmill.tokenizer.byte_bpe._bpe", None)

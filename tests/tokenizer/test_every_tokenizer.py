@@ -1,5 +1,3 @@
-"""Properties of every backend, tested with small and with real tokenizers."""
-
 from __future__ import annotations
 
 import multiprocessing

@@ -1,5 +1,3 @@
-"""The characters that each token of a SentencePiece model covers, compared with the library itself."""
-
 from __future__ import annotations
 
 import random
@@ -15,7 +13,6 @@ from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 
 def weights_of(tokenizer: Tokenizer, text: str, ranges: list[list]) -> tuple[list[int], list[float], int] | None:
-    """Return the ids of a text, their weights (1 outside all ranges), and the number of tokens that a range splits."""
     ids = tokenizer.encode(text)
     places = spelled_places(text, ids, tokenizer)
     if places is None:

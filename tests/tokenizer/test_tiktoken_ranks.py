@@ -1,5 +1,3 @@
-"""Rank files and tekken files: split patterns, and ids of special tokens."""
-
 from __future__ import annotations
 
 import base64

@@ -1,5 +1,3 @@
-"""Byte offsets to token positions: a token belongs to the side of a boundary on which it starts."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Even a faulty backend cannot produce a control token from text."""
-
 from __future__ import annotations
 
 import hashlib

@@ -1,5 +1,3 @@
-"""Hugging Face folders: the file that is used, and settings from tokenizer_config.json."""
-
 from __future__ import annotations
 
 import json

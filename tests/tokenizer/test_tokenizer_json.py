@@ -1,5 +1,3 @@
-"""Parts of a tokenizer.json other than its model, and the engine that reads it."""
-
 from __future__ import annotations
 
 import json

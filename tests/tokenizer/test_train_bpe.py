@@ -1,5 +1,3 @@
-"""A tokenizer trained by chatmill has control tokens first, encodes every text, and has the same bytes every time."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Real tokenizer files, small trained ones, and seeded texts."""
-
 from __future__ import annotations
 
 import importlib.util
@@ -75,8 +73,6 @@ MARKERS = (
 
 
 def mixed_texts(seed: int, size: int) -> list[str]:
-    """Return texts of at least `size` bytes in total: languages, code, emoji, whitespace, control tokens, any Unicode.
-    """
     rng = random.Random(seed)
     words = [word for line in _WORDS.values() for word in line.split()]
 
@@ -104,7 +100,6 @@ def mixed_texts(seed: int, size: int) -> list[str]:
 
 
 def hostile_texts(count: int = 10_000) -> list[str]:
-    """Return messages made of control tokens, halves of them, and whitespace."""
     rng = random.Random(3)
 
     def piece() -> str:
@@ -120,7 +115,6 @@ def training_texts(count: int = 400) -> Iterator[str]:
 
 
 def sentencepiece_bytes(kind: str, **options: Any) -> bytes:
-    """Byte fallback lets the model encode every text."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(line for text in training_texts() for line in text.split("\n") if line.strip()),

@@ -10,5 +10,4 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def sums_data(tmp_path_factory):
-    """Return 60 conversations about sums, a fifth of them for validation."""
     return prepare(tmp_path_factory.mktemp("data"), "sums", "--val-split", "0.2")

@@ -1,5 +1,3 @@
-"""Small models, packed rows, and a reference loss from full logits."""
-
 from __future__ import annotations
 
 import warnings
@@ -35,14 +33,12 @@ def small_gpt(sizes: GPTSizes = SIZES, *, seed: int = 0, compute: torch.dtype | 
 
 
 def conversation(length: int, *, seed: int) -> tuple[list[int], list[float]]:
-    """About a third of the weights are 0."""
     rng = np.random.default_rng(seed)
     weights = np.where(rng.random(length) < 0.33, 0, rng.choice([0.5, 1.0, 2.0], length))
     return rng.integers(1, VOCAB, length).tolist(), weights.tolist()
 
 
 def packed(rows: list[list[tuple[list[int], list[float]]]], length: int) -> Batch:
-    """Build a padded batch from rows of conversations, token by token."""
     shape = len(rows), length
     x, y = np.zeros(shape, dtype=np.int64), np.full(shape, -100)
     weights = np.zeros(shape, dtype=np.float32)

@@ -1,5 +1,3 @@
-"""Attention masks: a token attends only to earlier tokens of its conversation."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -15,7 +13,6 @@ from chatmill.train.attention import HOPPER_TILES, attend, block_mask, dense_mas
 
 
 def rows_of(lengths: list[list[int]], size: int) -> torch.Tensor:
-    """Build rows of segment ids, truncated or padded to one length."""
     rows = []
     for row in lengths:
         numbers = [number % 5 for number, length in enumerate(row) for _ in range(length)]

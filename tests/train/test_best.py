@@ -1,5 +1,3 @@
-"""The checkpoint with the lowest val loss is kept as `best`, and early stopping ends a run that does not improve."""
-
 from __future__ import annotations
 
 import contextlib
@@ -107,11 +105,9 @@ def test_a_run_that_stopped_early_continues_with_more_patience(sums_data, stoppe
     longer = trained(sums_data, tmp_path, name="stopped", resume="auto", **{**EARLY, "early_stop_patience": 3})
     assert (longer.step, longer.best_step) == (27, 18)
     assert [path.name[-2:] for path in list_checkpoints(longer.folder)] == ["18", "25", "27"]
-    # The run continues from the best checkpoint; later checkpoints are set aside.
     best = trained(sums_data, tmp_path, name="stopped", resume=str(longer.folder / "best"), **EARLY)
     assert (best.step, best.best_step) == (24, 18)
     assert (longer.folder / "step_00000027.left").is_dir()
-    # If the best checkpoint itself is set aside, the link `best` is removed.
     set_aside_later(best.folder, 4)
     assert not os.path.lexists(best.folder / "best")
     with pytest.raises(UsageError, match=r"best: no such checkpoint; expected auto; .* has no checkpoint yet"):
@@ -150,7 +146,6 @@ def test_keep_best_keeps_the_best_checkpoint_without_early_stopping(sums_data, t
     assert (plain.step, plain.stopped_early) == (33, None) and line in summary(plain).splitlines()
     kept = trained(sums_data, tmp_path, name="kept", keep_best=True, keep_checkpoints=1, **{**PLAIN, "max_iters": 24})
     assert [path.name[-2:] for path in list_checkpoints(kept.folder)] == ["18", "24"]
-    # Turning keep_best off removes the link `best`.
     off = trained(sums_data, tmp_path, name="kept", keep_best=False, resume="auto", **PLAIN)
     assert off.best_checkpoint is None and not os.path.lexists(off.folder / "best")
 

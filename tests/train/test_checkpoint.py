@@ -1,5 +1,3 @@
-"""Checkpoints on disk: tensors are written in parts and restored exactly."""
-
 from __future__ import annotations
 
 import errno
@@ -159,7 +157,6 @@ def saved(tmp_path):
 
 
 def rewrite(checkpoint, **changes):
-    """Change values of checkpoint.json and update its hash."""
     path = checkpoint / "checkpoint.json"
     body = {name: value for name, value in json.loads(path.read_bytes()).items() if name != "sha256"} | changes
     sha256 = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -50,7 +50,6 @@ SHOW = "import os, sys; print(os.path.basename(sys.argv[0]), *sys.argv[1:])"
 
 @pytest.fixture
 def cluster(sums_data, tmp_path):
-    """Return a folder with the layout of the repository, for jobs on two nodes."""
     for name in ("train.py", "src"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "small.json").write_text(json.dumps({**SMALL, "max_iters": STEPS, "save_interval": STEPS}))
@@ -99,7 +98,6 @@ def test_a_slurm_job_trains_like_one_process_and_is_requeued_before_its_time_lim
     assert (cluster / "scontrol.txt").read_text() == "requeue 7\n"
     before = len(curve(metrics.parent))
     assert 2 <= before < STEPS
-    # The requeued job has another number of ranks.
     trained(sums_data, cluster / "runs", name="mine", resume="auto", max_iters=STEPS, save_interval=STEPS)
     trained(sums_data, cluster / "alone", max_iters=STEPS, save_interval=0)
     alone = [(step, pytest.approx(loss, rel=1e-3)) for step, loss in curve(cluster / "alone/run")]
@@ -122,7 +120,6 @@ def test_torchrun_gets_the_rendezvous_of_the_nodes(cluster):
         "torchrun --nnodes 4 --nproc-per-node 8 --max-restarts 0 --node-rank 3 --master-addr a --master-port 5 "
         "-m chatmill.train.doctor --model_name x\n"
     )
-    # This stand-in for srun runs its command directly.
     program(cluster, "srun", "import os, sys; os.execvp(sys.argv[2], sys.argv[2:])")
     job = ["bash", str(SCRIPTS / "train.sbatch"), "--model_name", "x"]
     out, _ = start(cluster, *job, LAUNCHER="torchrun", MASTER_PORT="5", SLURM_GPUS_ON_NODE="8").communicate()

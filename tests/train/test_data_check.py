@@ -1,5 +1,3 @@
-"""`verify`: a run on changed data stops, and resumes from the last verified checkpoint."""
-
 from __future__ import annotations
 
 import shutil
@@ -29,7 +27,6 @@ def data(original, tmp_path):
 
 
 def change(data, name="tokens.bin", split="train"):
-    """Flip a bit in place, like a disk error."""
     with (data / split / "shard_00000" / name).open("r+b") as file:
         byte = file.read(1)[0]
         file.seek(0)
@@ -51,7 +48,6 @@ def test_verify_does_not_change_the_run(data, tmp_path):
 
 
 def run_changed(data, folder, after, **changes):
-    """Train with `verify`, and change the data after step `after`."""
     settings = config(verify=True, max_iters=60, save_interval=5, **changes)
 
     def watch(record):

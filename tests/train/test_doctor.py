@@ -1,5 +1,3 @@
-"""`chatmill doctor` prints one correct table for all ranks, even if a check hangs."""
-
 from __future__ import annotations
 
 import functools
@@ -26,7 +24,6 @@ def free_port() -> str:
 
 
 def one_rank(rank: int, folder: Path, *flags: str) -> None:
-    """Run one rank with a host name of its own, as if it were on another node."""
     rank_checks.VISIBLE_SECONDS = 1.0
     rank_checks.REDUCED["cpu"] = 1 << 16
     socket.gethostname = lambda: f"node-{rank}"

@@ -1,5 +1,3 @@
-"""`epochs` and `tokens_per_step`."""
-
 from __future__ import annotations
 
 import json
@@ -51,7 +49,6 @@ def mix(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch):
-    """With packing windows of 16 episodes, a small dataset has several windows."""
     monkeypatch.setattr(plan_module, "WINDOW", 16)
 
 
@@ -235,7 +232,6 @@ def test_tokens_per_step_trains_like_the_batch_size_it_chooses(sums_data, tmp_pa
         config(**{**stated, "max_iters": 3}, **audit), model_name="run", dataset_dir=sums_data, out_dir=tmp_path
     )
     assert "tokens_per_step 384: 4 × 2 rows of 48\n" in capsys.readouterr().err
-    # Resume with all original flags, with only `tokens_per_step`, and with neither.
     flags = {"model_name": "run", "out_dir": str(tmp_path), "resume": "auto"}
     run({**flags, "tokens_per_step": "384", "batch_size": "2", "max_iters": "4"})
     run({**flags, "tokens_per_step": "384", "max_iters": "5"})

@@ -1,5 +1,3 @@
-"""Memory estimates, compared with real forward passes and measured runs."""
-
 from __future__ import annotations
 
 import importlib
@@ -68,7 +66,6 @@ def llama(tmp_path_factory) -> Path:
 
 
 def state_bytes(stepper: Stepper) -> list[int]:
-    """Take a step with zero gradients; return the bytes of weights, gradients and optimizer state on this rank."""
     for parameter in stepper.model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -104,7 +101,6 @@ def test_estimated_weights_gradients_and_optimizer_state_equal_those_of_a_real_r
 
 @pytest.fixture(params=[0, 2])
 def first_or_last_of_three(request):
-    """Simulate one of three ranks, without communication."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=3)
@@ -128,7 +124,6 @@ def test_estimated_shards_equal_those_that_ranks_hold(first_or_last_of_three):
 
 
 def really_saved(model, run) -> int:
-    """Return the bytes of distinct tensors that autograd saves in a forward pass, without weights."""
     weights = {each.untyped_storage()._cdata for each in [*model.parameters(), *model.buffers()]}
     storages = {}
 
@@ -149,7 +144,6 @@ def really_saved(model, run) -> int:
 def test_counted_activations_equal_those_that_autograd_saves(name, compute):
     rows, length = 2, 32
     x = torch.zeros(rows, length, dtype=torch.long)
-    # Each row has two conversations of half its length.
     positions, segments = (torch.arange(length) % 16).repeat(rows, 1), (torch.arange(length) // 16).repeat(rows, 1)
     sizes = GPTSizes(vocab_size=VOCAB, n_layer=3, n_embd=64, n_head=4, n_kv_head=2, n_ffn=96, qk_norm=True)
 

@@ -1,5 +1,3 @@
-"""Evaluation prompts contain exactly the ids that precede each stored answer in training."""
-
 from __future__ import annotations
 
 from collections import Counter

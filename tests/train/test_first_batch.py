@@ -1,5 +1,3 @@
-"""Before the first step, a run shows how many tokens of its first batch it trains on, and some answers."""
-
 from __future__ import annotations
 
 import json
@@ -47,7 +45,6 @@ def test_spans_are_consecutive_trained_positions_of_a_segment(data):
 
 
 def letters(ids: Sequence[int]) -> str:
-    """Decode each id as zero to five characters."""
     return "".join(chr(97 + id % 26) * (id % 6) for id in ids)
 
 
@@ -59,13 +56,11 @@ def test_a_long_answer_is_shortened_at_token_boundaries(ids, start, end):
         return
     first, last = shown.split("…")
     assert whole.startswith(first) and whole.endswith(last)
-    # Each part shows as many whole tokens as fit.
     assert start - 5 < len(first) <= start or not start
     assert end - 5 < len(last) <= end
 
 
 def first_of(dataset, *, text=True, **changes):
-    """Return the first batch of a dataset as a run would see it."""
     loader = EpisodeLoader(dataset, config(**changes))
     batch = loader.get_batch()
     counts = count_batch(batch, micro_batches(batch, 1, torch.device("cpu")))

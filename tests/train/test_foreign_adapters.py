@@ -1,5 +1,3 @@
-"""Adapters made with peft give the same logits as in peft, whether loaded or merged."""
-
 from __future__ import annotations
 
 import json
@@ -32,7 +30,6 @@ def lm_of(folder: Path) -> Any:
 
 
 def adapters_on(base: Path, *, targets: list[str] | None = None, **settings) -> Path:
-    """Return an adapter folder that peft wrote, with large weights."""
     config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=targets or ["q_proj", "v_proj"], **settings)
     torch.manual_seed(3)
     model = get_peft_model(lm_of(base), config)

@@ -1,5 +1,3 @@
-"""Sharded models: each rank loads its own rows of the weights, and the ranks save the same bytes as one process."""
-
 from __future__ import annotations
 
 import json
@@ -59,7 +57,6 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def architectures(tmp_path_factory) -> Path:
-    """Write a folder for each architecture, as transformers writes it, in several files."""
     folder = tmp_path_factory.mktemp("architectures")
     for name in ARCHITECTURES:
         fresh(name).to(torch.bfloat16 if name == "llama" else None).save_pretrained(
@@ -103,7 +100,6 @@ def test_every_architecture_loads_and_saves_in_shards_like_one_process(architect
 
 
 def test_new_models_saved_models_and_adapters_load_like_in_one_process(tmp_path):
-    """Some row counts are not divisible by the number of ranks."""
     (tmp_path / "gpt").mkdir()
     small_gpt().save(tmp_path / "gpt")
     qwen, half = save_qwen(tmp_path / "qwen"), tmp_path / "half"
@@ -137,7 +133,6 @@ def test_new_models_saved_models_and_adapters_load_like_in_one_process(tmp_path)
 
 
 def save_adapters(base: Path, folder: Path) -> Path:
-    """Save adapters with values that differ from new adapters."""
     model = make_model(config(init_from_model=str(base), lora={"r": 4}), VOCAB, compute=None)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,5 +1,3 @@
-"""No rank of a sharded run ever has the whole model in memory."""
-
 from __future__ import annotations
 
 import ctypes
@@ -34,7 +32,6 @@ PEEK = 0.002
 
 
 def write_model(folder: Path, *, layers: int, hidden: int) -> tuple[int, int]:
-    """Write a Llama with constant weights, one file per matrix; return its bytes, and those of its largest tensor."""
     shape = {"vocab_size": VOCAB, "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers}
     config = LlamaConfig(**shape, num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True)
     with torch.device("meta"):
@@ -54,7 +51,6 @@ def write_model(folder: Path, *, layers: int, hidden: int) -> tuple[int, int]:
 
 
 def rss_anon() -> int:
-    """Return the anonymous resident memory of this process in bytes."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith("RssAnon:"))
     return int(line.split()[1]) << 10
 
@@ -81,7 +77,6 @@ def watched() -> Iterator[list[int]]:
 
 
 def open_and_save(world: World, folder: Path, settings: dict[str, Any], saved: Path) -> list[int]:
-    """Return the growth of this process's memory while loading a model, and while saving it."""
     changes = {"init_from_model": str(folder), "dtype": "bfloat16", **settings}
     with watched() as opening:
         made = open_for_shards(config(**changes), VOCAB, compute=torch.bfloat16, world=world)

@@ -1,5 +1,3 @@
-"""Runs of sharded models: killed while saving, resumed with a different number of ranks, and with adapters."""
-
 from __future__ import annotations
 
 import functools
@@ -45,8 +43,6 @@ KILLS = [
 
 
 class KillingDisk(Disk):
-    """Kills the process at an operation on a file whose name contains `name`."""
-
     def __init__(self, operation: str, name: str) -> None:
         self._at, self._names = (operation, name), {}
 
@@ -73,13 +69,11 @@ class KillingDisk(Disk):
 
 
 def step(data: Path, folder: Path, *, resume: str | None = None, **changes: Any) -> list[Any]:
-    """Train a model that is saved in many files; return the losses of the run."""
     sharded_save.SHARD_BYTES = 4000
     return curve(trained(data, folder, resume=resume, **{**WAY, **changes}).folder)
 
 
 def killed(data: Path, folder: Path, victim: int, operation: str, name: str, **changes: Any) -> None:
-    """Train on two ranks until one rank kills itself, and then kill the other."""
     with tempfile.TemporaryDirectory() as place:
 
         def run_rank(rank: int) -> None:
@@ -105,7 +99,6 @@ def contents(checkpoint: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def undisturbed(sums_data, tmp_path_factory) -> Path:
-    """Return the folder of an uninterrupted run on two ranks."""
     folder = tmp_path_factory.mktemp("undisturbed")
     ranks(2, lambda _: step(sums_data, folder, max_iters=6))
     return folder / "run"
@@ -130,14 +123,12 @@ def test_runs_resume_from_two_ranks_to_four_and_from_four_to_one(undisturbed, su
     step(sums_data, tmp_path, resume="auto", max_iters=10, parallel="ddp")
     right = trained(sums_data, tmp_path, name="alone", **{**WAY, "parallel": "ddp", "max_iters": 10})
     np.testing.assert_allclose(curve(tmp_path / "run"), curve(right.folder), rtol=0, atol=1e-5)
-    # A new run that starts from this model has the same losses whether it is sharded or not.
     losses = ranks(2, lambda _: step(sums_data, tmp_path, name="more", init_from_model=str(tmp_path / "run"), **ONE))[0]
     whole = trained(sums_data, tmp_path, name="whole", init_from_model=str(tmp_path / "run"), **ONE)
     np.testing.assert_allclose(losses, curve(whole.folder), rtol=0, atol=1e-5)
 
 
 def test_adapters_on_a_sharded_base_train_like_in_one_process(sums_data, tmp_path):
-    """The base model has bfloat16 weights, and its adapters are float32."""
     base = save_qwen(tmp_path / "base", vocab_size=300)
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(base / "model.safetensors").items()}
     save_file(tensors, base / "model.safetensors", {"format": "pt"})

@@ -1,5 +1,3 @@
-"""Generation: the cache does not change results, draws depend only on keys, and beam search finds the best answer."""
-
 from __future__ import annotations
 
 from itertools import product
@@ -24,7 +22,6 @@ def model() -> GPT:
 
 
 def logprobs(model: GPT, ids: list[int]) -> torch.Tensor:
-    """Return the log-probabilities after each of these ids, without a cache."""
     x = torch.tensor([ids])
     with torch.no_grad():
         logits = model.logits(x, torch.arange(len(ids))[None], torch.zeros_like(x))
@@ -125,7 +122,6 @@ def test_draws_follow_the_probabilities():
     ],
 )
 def test_top_k_and_top_p_exclude_unlikely_tokens(sampling, kept):
-    # 0.1, 0.6, 0.05 and 0.25.
     logits = torch.tensor([[0.1, 0.6, 0.05, 0.25]]).log().expand(1001, -1)
     draws = np.append(np.linspace(0, 1, 1000, endpoint=False), np.nextafter(1, 0))
     assert set(choose(logits, sampling, draws).tolist()) == kept
@@ -140,7 +136,6 @@ def test_tiny_temperatures_choose_the_most_likely_token(temperature):
 
 @pytest.fixture(scope="module")
 def every_answer(model: GPT) -> list[dict[tuple[int, ...], float]]:
-    """Return all answers of up to three tokens for each prompt, with their log-likelihoods."""
     found = []
     for prompt in PROMPTS:
         answers = torch.tensor(list(product(range(8), repeat=3)))
@@ -166,8 +161,6 @@ def test_beam_search_with_enough_beams_finds_the_best_answer(model, every_answer
 
 
 class Markov(CausalModel):
-    """A model that looks up the probabilities of the next token in a table, by the last token only."""
-
     vocab_size, max_positions = 2, 100
 
     def __init__(self, table: list[list[float]]) -> None:

@@ -1,5 +1,3 @@
-"""chatmill's own GPT, compared with transformers' Qwen3."""
-
 from __future__ import annotations
 
 import json

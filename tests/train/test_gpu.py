@@ -1,5 +1,3 @@
-"""GPU results compared with the CPU; skipped without a GPU."""
-
 from __future__ import annotations
 
 from dataclasses import replace

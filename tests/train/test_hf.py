@@ -1,5 +1,3 @@
-"""Hugging Face models as `CausalModel`: every architecture separates conversations and is saved as a model folder."""
-
 from __future__ import annotations
 
 import json
@@ -38,14 +36,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": COMMON,
     "qwen3": COMMON | {"head_dim": 8, "tie_word_embeddings": True},
     "mistral": COMMON | {"sliding_window": 3},
-    # Sliding windows and capped logits.
     "gemma2": COMMON | {"head_dim": 8, "sliding_window": 3, "final_logit_softcapping": 2.0},
     # Scaled logits.
     "granite": COMMON | {"logits_scaling": 4.0},
     "cohere": COMMON | {"logit_scale": 0.25},
-    # Learned position embeddings, and dropout.
     "gpt2": GPT2,
-    # An output head with a bias.
     "phi": COMMON,
     # Experts.
     "mixtral": COMMON | {"num_local_experts": 2},
@@ -59,7 +54,6 @@ APART = {"bloom", "mamba", "opt"}
 
 
 def fresh(name: str, **changes: Any) -> Any:
-    """Return a new model with weights large enough for distinct logits."""
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **ARCHITECTURES[name], **changes))
     with torch.no_grad():

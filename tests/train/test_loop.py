@@ -1,5 +1,3 @@
-"""The training loop."""
-
 from __future__ import annotations
 
 import errno
@@ -361,7 +359,6 @@ def test_a_nan_loss_stops_the_run_and_names_the_episodes(sums_data, tmp_path, va
         f"step 1: the loss is nan; all 4 conversations have a non-finite loss: {names} and 1 more; lower "
         "learning_rate, or inspect the data, and start the run again, because no checkpoint was written"
     )
-    # Weights after a non-finite loss are never saved.
     assert list_checkpoints(tmp_path / "run") == []
 
 

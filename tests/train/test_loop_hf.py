@@ -1,5 +1,3 @@
-"""The training loop with Hugging Face models and adapters."""
-
 from __future__ import annotations
 
 import json
@@ -34,7 +32,6 @@ WAYS = pytest.mark.parametrize("way", [{}, ADAPTERS], ids=["all weights", "adapt
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """Return a model folder written by transformers, with dropout."""
     folder = tmp_path_factory.mktemp("base") / "model"
     return save_qwen(folder, vocab_size=300, max_position_embeddings=64, attention_dropout=0.1)
 
@@ -58,7 +55,6 @@ def test_a_resumed_run_is_bitwise_equal_including_dropout(base, sums_data, tmp_p
 
 @pytest.fixture
 def half(base, tmp_path):
-    """Return the same model in bfloat16, with norms in float32."""
     folder = tmp_path / "half"
     shutil.copytree(base, folder)
     tensors = load_file(base / "model.safetensors")
@@ -82,7 +78,6 @@ def test_a_run_on_a_half_precision_model_resumes_bitwise_exactly(half, sums_data
     parts = trained(sums_data, tmp_path, name="parts", max_iters=4, resume="auto", **settings)
     assert contents(parts.checkpoint) == contents(whole.checkpoint)
     assert contents(parts.checkpoint / "model") == contents(whole.checkpoint / "model")
-    # Trained weights and the state to resume from are float32.
     assert set(dtypes_in(parts.checkpoint / "state-00000-of-00001.safetensors").values()) == {torch.float32}
     if way:
         assert set(dtypes_in(parts.checkpoint / "model" / "adapter_model.safetensors").values()) == {torch.float32}
@@ -208,7 +203,6 @@ def test_adapters_load_from_any_directory_without_a_network(base, sums_data, tmp
     opened = open_chat_model("copy", device="cpu")
     assert isinstance(opened.model, LoraModel)
     assert json.loads((adapters / "adapter_config.json").read_text())["base_model_name_or_path"] == str(here / "model")
-    # Adapters that are trained further still record their base model.
     further = trained(sums_data, tmp_path, name="further", init_from_model="copy", max_iters=1).checkpoint / "model"
     assert base_of(further) == base_of(adapters) == {"folder": str(here / "model"), "sha256": ANY}
 

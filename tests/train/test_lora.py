@@ -1,5 +1,3 @@
-"""LoRA adapters: new adapters change no output, only adapters are trained, and they can be saved, loaded and merged."""
-
 from __future__ import annotations
 
 import warnings
@@ -33,8 +31,6 @@ def adapted(folder, **changes) -> LoraModel:
 
 
 class Run:
-    """A small training loop that can be stopped and resumed."""
-
     def __init__(self, model: HFModel) -> None:
         self.model = model
         self.weights = [weight for weight in model.parameters() if weight.requires_grad]

@@ -1,5 +1,3 @@
-"""A lost rank ends the others within seconds and is named in one line; a slow rank does not end them."""
-
 from __future__ import annotations
 
 import contextlib
@@ -33,7 +31,6 @@ def wait_for(path: Path) -> None:
 
 
 def meet(count: int) -> list[dict[str, str]]:
-    """Return the environment variables of each rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -68,7 +65,6 @@ def fail(world):
 
 
 def one_rank(folder: Path, rank: int, work) -> None:
-    """Run one rank like a command: join the other ranks, and then call `work`."""
     from chatmill.train import rank_sockets
     from chatmill.train.process_group import init_world
 
@@ -84,8 +80,6 @@ def one_rank(folder: Path, rank: int, work) -> None:
 
 
 class Ranks:
-    """The processes of one run, started without a launcher such as torchrun."""
-
     def __init__(self, folder: Path, *works) -> None:
         self.folder, self.children = folder, []
         for rank, (work, variables) in enumerate(zip(works, meet(len(works)), strict=True)):
@@ -99,7 +93,6 @@ class Ranks:
         os.kill(self.children[rank].pid, number)
 
     def ended(self) -> list[int | None]:
-        """Return the exit code of each process, or None for a process that does not end."""
         for child in self.children:
             child.join(PATIENCE)
         codes = [child.exitcode for child in self.children]
@@ -109,7 +102,6 @@ class Ranks:
         return codes
 
     def lines(self) -> list[tuple[int, str]]:
-        """Return all lines on stderr, each with the rank that printed it."""
         files = [(rank, self.folder / str(rank) / "err") for rank in range(len(self.children))]
         return [(rank, line) for rank, file in files for line in file.read_text().splitlines()]
 

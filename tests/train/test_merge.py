@@ -1,5 +1,3 @@
-"""Merging adapters gives a plain model folder with the logits of the adapted model."""
-
 from __future__ import annotations
 
 import json
@@ -30,7 +28,6 @@ TRAINING = {"tokenizer_sha256": None, "step": 7, "format": {"name": "chatml"}}
 
 
 def adapters_on(name: str, dtype: torch.dtype, folder: Path, **sizes) -> Path:
-    """Return an adapter folder with large weights, next to its base model `base`."""
     base = folder_of(name, dtype, folder / "base")
     (base / "chat_template.jinja").write_text(TEMPLATE)
     (base / "tokenizer.json").write_text("{}")

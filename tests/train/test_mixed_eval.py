@@ -1,5 +1,3 @@
-"""Evaluation of a mix: the loss of each source with a val split, and of all these sources together."""
-
 from __future__ import annotations
 
 import json
@@ -27,7 +25,6 @@ MIX = {"large": 0.5, "none": 0.2, "small": 0.3}
 
 @pytest.fixture(scope="module")
 def mix(tmp_path_factory) -> Path:
-    """Return three sources, of which `none` has only training rows."""
     root = tmp_path_factory.mktemp("mix")
     prepare(root, "large", "--val-split", "0.4", seed=1)
     prepare(root, "none", seed=2, count=20)
@@ -36,7 +33,6 @@ def mix(tmp_path_factory) -> Path:
 
 
 def losses(checkpoint: Path, dataset: Path) -> tuple[float, int]:
-    """Return the summed loss of all val rows of one dataset, computed row by row, and the number of tokens."""
     model = open_model(model_folder(checkpoint))
     loader = EpisodeLoader(dataset, config(batch_size=1, epoch_shuffle=False, epoch_drop_last=False), split="val")
     with torch.no_grad():

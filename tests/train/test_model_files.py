@@ -1,5 +1,3 @@
-"""Bad model folders are rejected with a one-line error before any weights are loaded."""
-
 from __future__ import annotations
 
 import json
@@ -26,7 +24,6 @@ def folder(tmp_path):
 
 
 def refused(folder, says):
-    """Check that opening a folder fails with a one-line error, from its headers alone."""
     for use in (open_model, check_is_model, check_headers):
         with pytest.raises(ChatmillError, match=says) as caught:
             use(folder)

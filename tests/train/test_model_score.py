@@ -1,5 +1,3 @@
-"""Scores of a model, compared with losses of plain torch and with answers generated without a cache."""
-
 from __future__ import annotations
 
 import json
@@ -62,7 +60,6 @@ def model():
 
 
 def plain_losses(model: GPT, ids: list[int], mask: list[int]) -> tuple[float, int]:
-    """Return the summed loss of a conversation, and the number of tokens in its mask."""
     x = torch.tensor([ids])
     with torch.no_grad():
         logits = model.logits(x, torch.arange(len(ids))[None], torch.zeros_like(x))[0]
@@ -81,7 +78,6 @@ def greedy(model: GPT, prompt: list[int], count: int) -> list[int]:
 
 
 def oracle(model: GPT, files: list[Path], dataset: Path, count: int) -> dict[str, EvalScore]:
-    """Return the scores by source, computed one conversation and one token at a time."""
     episodes = open_dataset(dataset)["train"]
     found: dict[str, EvalScore] = {}
     number = 0
@@ -109,7 +105,6 @@ def same(found: dict[str, EvalScore], wanted: dict[str, EvalScore]) -> None:
 
 
 def teach(model: GPT, dataset: Path, episodes: range) -> None:
-    """Overfit the model on some conversations of equal length."""
     ids = torch.tensor([open_dataset(dataset)["train"].tokens(number).tolist() for number in episodes])
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)

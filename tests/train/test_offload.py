@@ -1,5 +1,3 @@
-"""Activation offloading gives the same gradients as activation checkpointing."""
-
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,3 @@
-"""Optimizers: rounding, state, resuming, replicas, and the loss compared with float32 AdamW."""
-
 from __future__ import annotations
 
 import re
@@ -294,11 +292,6 @@ def test_optimizers_that_need_unsharded_matrices_are_refused_with_fsdp(name):
 
 @pytest.fixture
 def saved(tmp_path):
-    """Return a function that saves a checkpoint after one step.
-
-    It returns the checkpoint's tensors, and a function that restores the checkpoint with changed tensors.
-    """
-
     def made(name: str):
         model = small_gpt(replace(SIZES, n_ffn=128)).to(torch.bfloat16 if name in LOW else torch.float32)
         optimizer = make_optimizer(model, OptimizerConfig(optimizer=name))
@@ -322,7 +315,6 @@ def saved(tmp_path):
 def test_impossible_optimizer_state_is_refused(saved, name):
     tensors, read = saved(name)
     read(tensors)
-    # One tensor of each kind of state, and one weight.
     kinds = {key.rsplit("/", 1)[0].removeprefix("optimizer/"): key for key in tensors}
     assert {"weights", "step"} < kinds.keys()
     for kind, key in kinds.items():
@@ -351,7 +343,6 @@ def test_impossible_optimizer_state_is_refused(saved, name):
 
 @cache
 def chain_batch(changed: int, *seed: int):
-    """Return a batch of sequences from a Markov chain; `changed` rows of the transition table are replaced."""
     table = np.random.default_rng(0).integers(1, VOCAB, (VOCAB, 2))
     table[:changed] = np.random.default_rng(1).integers(1, VOCAB, (changed, 2))
     rng = np.random.default_rng(seed)
@@ -362,7 +353,6 @@ def chain_batch(changed: int, *seed: int):
 
 
 def a_run(model, stepper, changed: int, *, lr: float, steps: int, seed: int) -> float:
-    """Train on a chain and return the validation loss."""
     for step in range(steps):
         parts = micro_batches(batch := chain_batch(changed, seed, step), 1, CPU)
         weight = count_batch(batch, parts).weight
@@ -374,7 +364,6 @@ def a_run(model, stepper, changed: int, *, lr: float, steps: int, seed: int) -> 
 
 @pytest.fixture(scope="module")
 def converged() -> dict[str, torch.Tensor]:
-    """Return the weights of a small model trained on a chain to convergence."""
     model = small_gpt(SMALL)
     stepper = Stepper(model, model, ALONE, OptimizerConfig())
     losses = [a_run(model, stepper, 0, lr=0.01, steps=40, seed=part) for part in range(4)]

@@ -1,5 +1,3 @@
-"""Post-training: blocks of a stream, loss on assistant spans only, and runs of one pass."""
-
 from __future__ import annotations
 
 import json

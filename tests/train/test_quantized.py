@@ -1,5 +1,3 @@
-"""QLoRA: a 4-bit base model gives the same results as its dequantized weights, and its adapters can be trained."""
-
 from __future__ import annotations
 
 import json
@@ -44,7 +42,6 @@ def quantized_linear(lm) -> dict[str, bnb.nn.Linear4bit]:
 
 
 def dequantized(folder, lm) -> HFModel:
-    """Return the model of a folder, with each 4-bit weight of `lm` dequantized by bitsandbytes."""
     plain = HFModel.load(folder)
     for name, module in quantized_linear(lm).items():
         weight = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
@@ -264,7 +261,6 @@ def test_adapters_are_merged_into_the_dequantized_weights(tmp_path, name):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=4, n_positions=64)).save_pretrained(base)
-    # Only some layers have an adapter.
     targets = ["q_proj", "down_proj"] if name == "qwen3" else ["c_attn"]
     model = adapted(open_model(base, weights="nf4"), targets=targets)
     adapters, wanted = saved_adapters(model, tmp_path / "adapters"), trained_logits(model)

@@ -1,5 +1,3 @@
-"""Runs on one dataset with several sources."""
-
 from __future__ import annotations
 
 from pathlib import Path

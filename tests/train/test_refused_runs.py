@@ -1,5 +1,3 @@
-"""A run that fails before the end of its first step leaves no audit log and no folder."""
-
 from __future__ import annotations
 
 import json
@@ -25,7 +23,6 @@ from chatmill.train.step import Pending, Stepper
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory, sums_data):
-    """Return data of several kinds and existing runs, in one folder."""
     folder = tmp_path_factory.mktemp("inputs")
     shutil.copytree(sums_data, folder / "sums")
     shutil.copytree(sums_data, folder / "damaged")

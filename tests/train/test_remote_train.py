@@ -1,5 +1,3 @@
-"""Training from a bucket gives the same losses as from a local dataset, and a run can resume from either."""
-
 from __future__ import annotations
 
 import json
@@ -38,7 +36,6 @@ def copied(folder: Path, url: Url) -> Url:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory) -> Path:
-    """Return a dataset of sums, a fifth of them for validation."""
     return prepare(tmp_path_factory.mktemp("data"), "sums", "--val-split", "0.2")
 
 

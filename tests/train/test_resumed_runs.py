@@ -1,5 +1,3 @@
-"""A resumed run equals an uninterrupted one."""
-
 from __future__ import annotations
 
 import json
@@ -142,7 +140,6 @@ def test_a_different_model_or_order_is_refused_with_the_changed_keys(undisturbed
 def test_a_rollout_checkpoint_is_refused_and_its_model_is_suggested(sums_data, tmp_path):
     model = small_gpt()
     optimizer = make_optimizer(model, OptimizerConfig(learning_rate=0.01, beta1=0.9, beta2=0.9, weight_decay=0.0))
-    # Checkpoints of `chatmill rollout train` look like this.
     world, said = World(0, 1, torch.device("cpu")), {"step": 2, "config": {"rollout_every": 2}}
     path = save(tmp_path / "stage2", said, model, optimizer, world, sharded=False, keep=2, about={})
     with pytest.raises(UsageError) as error:
@@ -173,7 +170,6 @@ def test_a_run_continues_on_other_data_with_a_new_warmup(sums_data, tmp_path):
     assert rates[:3] == [0.333, 0.667, 1.0]
     assert rates[6:8] == [0.5, 1.0]
     assert rates[5] < rates[4] < 1
-    # Resuming again on the same data does not start another warmup.
     last = files(second.checkpoint)
     shutil.rmtree(second.checkpoint)
     third = trained(other, tmp_path, resume="auto", max_iters=4, warmup_iters=None, warmup_pct=0.5)
@@ -194,7 +190,6 @@ def test_runs_resume_from_one_rank_to_two_and_from_two_to_one(undisturbed, sums_
     def go_on(_: int) -> float:
         return trained(sums_data, tmp_path, resume="auto", **way, **OFTEN).loss
 
-    # One rank takes three steps, two ranks three more, and one rank the rest.
     shutil.copytree(undisturbed.folder, tmp_path / "run")
     for path in list_checkpoints(tmp_path / "run")[3:]:
         shutil.rmtree(path)

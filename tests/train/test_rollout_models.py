@@ -1,5 +1,3 @@
-"""Rollout training of a Hugging Face model."""
-
 from __future__ import annotations
 
 import json

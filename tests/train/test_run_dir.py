@@ -1,5 +1,3 @@
-"""The progress bar, the loss plot, and the rewinding of logs."""
-
 from __future__ import annotations
 
 import io

@@ -1,5 +1,3 @@
-"""A custom loss and a custom model family can be used without changing chatmill."""
-
 from __future__ import annotations
 
 import json
@@ -22,8 +20,6 @@ def dataset(tmp_path_factory):
 
 
 class ZLoss:
-    """Cross entropy from full logits, plus a penalty on the softmax normalizer."""
-
     def __init__(self, penalty: float) -> None:
         self.penalty, self.calls = penalty, 0
 
@@ -51,8 +47,6 @@ def test_a_custom_loss_is_trained(dataset, tmp_path):
 
 
 class Bigram(CausalModel):
-    """A minimal model family: the next token depends only on the last one."""
-
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self.vocab_size, self.max_positions = vocab_size, 64

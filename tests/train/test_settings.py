@@ -1,5 +1,3 @@
-"""chatmill.toml is read by the commands that build caches and by training; flags and config files override it."""
-
 from __future__ import annotations
 
 import json
@@ -95,7 +93,6 @@ def test_one_settings_file_configures_building_and_training(run):
         'chatmill.toml: seed 7, epoch_seed 7, block_size 100, dataset_dir "caches", '
         'mix_sft {"primer": 1, "dolly15k": 3}'
     )
-    # A resumed run keeps its settings, even if the file has changed.
     Path("chatmill.toml").write_text(EVERYTHING.replace("= 7", "= 8").replace("100", "60"))
     code, _, err = run("train", "--model_name", "mine", "--resume", "auto", "--max_iters", "5")
     assert (code, "chatmill.toml" in err) == (0, False), err
@@ -317,7 +314,6 @@ def test_a_cache_with_a_different_tokenizer_is_refused_in_one_line(run):
     assert not Path("checkpoints").exists()
     assert not Path("logs").exists()
     assert run(*args, "--check_tokenizer", "false")[0] == 0
-    # After building again, the caches and the settings agree.
     assert run("build-sft-primer", "--overwrite")[0] == 0
     assert run(*args[:2], "other", *args[3:])[0] == 0
 

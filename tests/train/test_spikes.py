@@ -1,5 +1,3 @@
-"""Loss spikes, and the conversations that caused them."""
-
 from __future__ import annotations
 
 import contextlib
@@ -35,7 +33,6 @@ class NoSources:
 
 
 def spikes(losses, *, after=0, lines=None):
-    """Return how far each spike in a series of losses is above the median, by step."""
     watch = LossSpikes(NoSources(), ALONE, (lines if lines is not None else []).append, after, deque(maxlen=WINDOW), 0)
     marks = {step: watch.follow(step, StepResult(loss, 1.0, None)) for step, loss in enumerate(losses, 1)}
     marks = {step: mark["spike"] for step, mark in marks.items() if mark}
@@ -156,7 +153,6 @@ def data(tmp_path_factory):
 
 
 def shown(data: Path, out: Path, *, resume: str | None = None) -> tuple[TrainResult, list[str]]:
-    """Run training; return the result and its output without progress."""
     settings = config(max_iters=STEPS, epoch_shuffle=False, save_interval=SAVED)
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         result = train_model(settings, model_name="run", dataset_dir=data, out_dir=out, resume=resume)

@@ -1,5 +1,3 @@
-"""A run without use_loss_mask first reports how many non-answer tokens it trains on."""
-
 from __future__ import annotations
 
 import json
@@ -23,8 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def counted(loader: EpisodeLoader) -> tuple[int, int]:
-    """Count the non-answer tokens and all tokens in the batches of one epoch."""
-
     def trained(**changes: object) -> int:
         wide = config(batch_size=1, block_size=4096, mix_sft=None, **changes)
         total = 0
@@ -39,7 +35,6 @@ def counted(loader: EpisodeLoader) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, sums_data):
-    """Return a dataset, a cache, a folder of both, and a dataset from another program."""
     root = tmp_path_factory.mktemp("kinds")
     (root / "primer.jsonl").write_bytes((ROOT / "data/primer.jsonl").read_bytes())
     run_chatmill("build-sft-primer", "--primer-jsonl", str(root / "primer.jsonl"), "--out-dir", str(root / "caches"))

@@ -1,5 +1,3 @@
-"""A step depends only on the global batch, not on how it is split into micro-batches and ranks."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -19,7 +17,6 @@ LENGTH = 40
 
 
 def a_batch(rows: int = 8) -> Batch:
-    """Return rows of one to three conversations each."""
     made = []
     for row in range(rows):
         made.append([conversation(4 + (row * 5 + number) % 9, seed=10 * row + number) for number in range(1 + row % 3)])
@@ -27,8 +24,6 @@ def a_batch(rows: int = 8) -> Batch:
 
 
 def uneven(per_rank: int = 2) -> Batch:
-    """Return rows for three ranks. The masks contain no token on the first, a few on the second and many on the third.
-    """
     rows = [[(ids, [0.0] * len(ids))] for ids in ([5, 6, 7, 8], [9, 10, 11])]
     rows += [[([1, 2, 3], [0.0, 1.0, 0.0])], [([4, 5, 6, 7], [0.0, 0.0, 0.0, 1.0])]]
     rows += [[(list(range(1, 12)), [0.0] + [1.0] * 10)], [(list(range(20, 31)), [0.0] + [1.0] * 10)]]
@@ -45,7 +40,6 @@ def a_stepper(model: GPT, world: World | None = None, *, sharded: bool = False, 
 
 
 def reference(batch: Batch) -> tuple[float, list[torch.Tensor]]:
-    """Return the mean loss and its gradients, from full logits and torch's cross entropy."""
     model = small_gpt()
     total, weight = plain_loss(model, batch)
     return float(total.detach()) / weight, gradients(model, total / weight)
@@ -141,7 +135,6 @@ def test_every_conversation_has_its_own_loss():
                 if weight:
                     found[row, episode] = (float(total.detach()) / weight, weight)
     assert len(rows) == len(found)
-    # Losses are in the order of the rows, and within a row in the order of its conversations.
     for mine, ((_, episode), (loss, weight)) in zip(rows, sorted(found.items()), strict=True):
         assert (mine.episode, mine.weight) == (episode, weight)
         assert abs(mine.loss - loss) < 1e-5

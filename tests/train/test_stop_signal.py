@@ -1,5 +1,3 @@
-"""Signals that end a run: the first lets it save, the second ends it at once."""
-
 from __future__ import annotations
 
 import os

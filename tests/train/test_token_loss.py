@@ -1,5 +1,3 @@
-"""The loss, compared with torch's cross entropy on full logits, for every split of the batch."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Trackers: each client reads back all metrics of a run, and no tracker can delay or end the run."""
-
 from __future__ import annotations
 
 import json
@@ -80,7 +78,6 @@ def clients(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tracked(clients, sums_data):
-    """Run 4 steps, resume from step 2 and train to step 5; return the run, with its metrics from before it resumed."""
     result = run(sums_data, clients / "out", max_iters=4, **SETTINGS)
     first = read_metrics(result.folder)
     before = {"numbers": first, "plot": (result.folder / "loss.svg").read_bytes()}

@@ -1,5 +1,3 @@
-"""`python train.py` and `chatmill train` as users run them."""
-
 from __future__ import annotations
 
 import json
@@ -38,7 +36,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture
 def place(sums_data, tmp_path, monkeypatch):
-    """A folder with the configs, and a dataset at the path that the documented commands use."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "data").mkdir()
@@ -48,8 +45,6 @@ def place(sums_data, tmp_path, monkeypatch):
 
 
 class Started:
-    """The command, in a process that is forked with all modules already imported."""
-
     def __init__(self, *args: str, **variables: str) -> None:
         self._output = tempfile.TemporaryDirectory()
         self._child = start_child(
@@ -267,7 +262,6 @@ def test_a_run_without_checkpoints_says_so_when_stopped_and_when_restarted(place
 
 
 def world(count: int) -> list[dict[str, str]]:
-    """Return the environment variables that torchrun sets for its processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -1,5 +1,3 @@
-"""The configuration of a run."""
-
 from __future__ import annotations
 
 import json

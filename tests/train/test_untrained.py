@@ -1,5 +1,3 @@
-"""Runs with an empty loss mask are refused before the model is loaded, or stop with the reason."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -24,7 +22,6 @@ FLAGS = {"batch_size": 2, "block_size": 4, "pad_token_id": 0, "epoch_shuffle": F
 
 
 def noted(dataset: Path, reason: str) -> None:
-    """Rewrite a dataset's metadata with a note in its ledger."""
     metadata = open_dataset(dataset).metadata
     assert metadata is not None
     ledger = Ledger(dict(metadata.ledger.entries))
@@ -130,7 +127,6 @@ def test_a_run_stops_after_steps_without_trained_tokens_and_says_why(tmp_path, c
     with pytest.raises(DataError) as error:
         trained(data, tmp_path, max_iters=40, **FLAGS, **changes)
     assert str(error.value) == f"steps 1 to {LIMIT} have no trained tokens: {reason}"
-    # Checkpoints that the run has written are kept.
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step_00000008", "step_00000016"]
     assert [line["loss"] for line in read_metrics(tmp_path / "run")][:16] == [None] * 16
     with pytest.raises(DataError) as error:

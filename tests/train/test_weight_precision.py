@@ -1,5 +1,3 @@
-"""Half-precision weights with float32 computation give the same results as float32 weights, with less memory."""
-
 from __future__ import annotations
 
 import warnings
@@ -44,13 +42,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": GPT2 | {"bos_token_id": 1, "eos_token_id": 2},
     "mixtral": COMMON | {"num_local_experts": 2},
     "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
-    # A joint QKV projection.
     "phi3": COMMON,
 }
 
 
 def folder_of(name: str, dtype: torch.dtype, folder: Path) -> Path:
-    """Save a model with weights large enough for distinct logits."""
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **ARCHITECTURES[name]))
     with torch.no_grad():

@@ -13,7 +13,6 @@ Logged = tuple[int, str, float]
 
 
 def numbers_of(lines: Sequence[Mapping[str, Any]]) -> list[Logged]:
-    """Return the values that trackers must have for lines of metrics."""
     return [
         (line["step"], name, float(value))
         for line in lines
@@ -52,7 +51,6 @@ BLOCK, HEADER = 32768, 7
 
 
 def wandb_folders(run: Path) -> list[Path]:
-    """Return the folders of the wandb client, one for each start of the run, oldest first."""
     return sorted((run / "wandb").glob("offline-run-*"), key=lambda folder: folder.stat().st_ctime_ns)
 
 
@@ -109,7 +107,6 @@ def wandb_artifacts(folder: Path) -> dict[str, bytes]:
 
 
 def wandb_exit(folder: Path) -> tuple[bool, int]:
-    """Whether the run is marked as preempting, and its exit code."""
     records = list(wandb_records(folder))
     [code] = [each.exit.exit_code for each in records if each.HasField("exit")]
     return any(each.HasField("preempting") for each in records), code

@@ -1,5 +1,3 @@
-"""Small datasets, a small config, and ranks for the tests of training."""
-
 from __future__ import annotations
 
 import contextlib
@@ -47,7 +45,6 @@ SMALL: dict[str, Any] = {
 
 
 def run_chatmill(*args: str) -> None:
-    """Run a command that must succeed, without showing its output."""
     output, argv = io.StringIO(), sys.argv
     sys.argv = ["chatmill", *args]
     try:
@@ -86,7 +83,6 @@ def write_files(target: Path, episodes: Sequence[Sequence[int]], masks: Sequence
 
 
 def write_blocks(target: Path, blocks: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> Path:
-    """Write a dataset of equally long blocks, like `chatmill prepare --fit blocks`."""
     ids = np.array(blocks, dtype=np.uint32)
     rows = rows_from_mask(ids.ravel(), np.array(masks).ravel(), np.full(len(ids), ids.shape[1]))
     with SplitWriter(target / "train", vocab_size=1000, shard_tokens=1 << 20) as writer:
@@ -123,7 +119,6 @@ def weights(checkpoint: Path) -> dict[str, np.ndarray]:
 
 
 def curve(run: Path) -> list[tuple[int, float]]:
-    """Return the loss of every step, from the metrics."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 

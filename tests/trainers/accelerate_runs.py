@@ -40,8 +40,6 @@ def batches(dataset: Path, config: Mapping[str, Any], *, steps: int, accumulatio
 
 
 class Run:
-    """A hand-written training loop with AdamW at a constant learning rate."""
-
     def __init__(
         self, dataset: Path, model: Path, *, steps: int = STEPS, accumulation: int = 1, **options: Any
     ) -> None:
@@ -70,7 +68,6 @@ def losses(dataset: Path, model: Path, *, accumulation: int = 1) -> list[float]:
 
 
 def interrupted(dataset: Path, model: Path, folder: Path, *, at: int, accumulation: int = 1) -> list[float]:
-    """Save at step `at`, train two more steps, and resume; return the losses without those two steps."""
     run = {"steps": FEWER, "accumulation": accumulation, "audit_dir": folder / "audit"}
     first = Run(dataset, model, **run)
     steps = first.losses()
@@ -84,7 +81,6 @@ def interrupted(dataset: Path, model: Path, folder: Path, *, at: int, accumulati
 
 
 def saved_at_each_step(dataset: Path, folder: Path, *, steps: int, accumulation: int = 1) -> None:
-    """Run without a model, and save the state in `folder`/N after N steps."""
     accelerator = new_accelerator(accumulation)
     loader = train_loader(accelerator, dataset, PACKED, steps=steps)
     accelerator.save_state(str(folder / "0"))
@@ -94,7 +90,6 @@ def saved_at_each_step(dataset: Path, folder: Path, *, steps: int, accumulation:
 
 
 def resumed(dataset: Path, checkpoint: Path, *, steps: int, accumulation: int = 1) -> list[Columns]:
-    """Return the micro-batches that remain after a checkpoint."""
     accelerator = new_accelerator(accumulation)
     loader = train_loader(accelerator, dataset, PACKED, steps=steps)
     accelerator.load_state(str(checkpoint))
@@ -119,7 +114,6 @@ def only(items: list[Any]) -> Any:
 
 
 def refusal(read: Any) -> str:
-    """Read one batch; return the error line, or an empty string."""
     try:
         next(iter(read))
     except ChatmillError as error:
@@ -128,8 +122,6 @@ def refusal(read: Any) -> str:
 
 
 def refusals(dataset: Path) -> dict[tuple[Any, ...], str]:
-    """Return the error of each prepared loader, or "". The loaders differ in ranks, dispatching, workers and wrapping.
-    """
     lines = {}
     rank, world_size = (accelerator := new_accelerator()).process_index, accelerator.num_processes
     for dispatch in (None, False):
@@ -149,7 +141,6 @@ def refusals(dataset: Path) -> dict[tuple[Any, ...], str]:
 
 
 def unprepared(dataset: Path) -> list[list[list[int]]]:
-    """Return the first rows of this rank from loaders that are read without `accelerator.prepare`."""
     accelerator = new_accelerator()
     rank, world_size = accelerator.process_index, accelerator.num_processes
 
@@ -184,5 +175,4 @@ def on_two_ranks(dataset: Path, model: Path, folder: Path) -> dict[str, Any]:
 
 
 def is_untouched(loader: AcceleratorBatches) -> bool:
-    """Whether `accelerator.prepare` returns a loader unchanged."""
     return new_accelerator().prepare(loader) is loader

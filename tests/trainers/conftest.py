@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="")
-# The tests also import modules from these folders.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "store"))
 
@@ -36,5 +35,4 @@ def weighted(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> Path:
-    """Return a small Llama with random weights and a tokenizer, as transformers writes them."""
     return trainer_fixtures.save_model(tmp_path_factory.mktemp("model") / "llama")

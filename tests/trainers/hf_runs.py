@@ -1,5 +1,3 @@
-"""Runs of `transformers.Trainer` and TRL's trainers on chatmill's data, in the test process or on several ranks."""
-
 from __future__ import annotations
 
 import warnings
@@ -34,7 +32,6 @@ COMMON: dict[str, Any] = {
 
 
 def make_trainer(rows: hf.TrainRows, model: Path, folder: Path, kind: str = "Trainer", **options: Any) -> Trainer:
-    """Return a trainer for these rows; `options` are arguments of `TrainingArguments`, and `flatten`."""
     flatten = options.pop("flatten", False)
     if kind == "Trainer":
         args = TrainingArguments(str(folder), **{**COMMON, **hf.training_arguments(rows), **options})
@@ -50,7 +47,6 @@ def make_trainer(rows: hf.TrainRows, model: Path, folder: Path, kind: str = "Tra
 
 
 def train(trainer: Trainer, *, resume: Path | None = None) -> tuple[list[float], list[dict[str, np.ndarray]]]:
-    """Return the loss of each step, and the model inputs of each micro-batch."""
     inputs: list[dict[str, np.ndarray]] = []
     training_step = trainer.training_step
 
@@ -68,7 +64,6 @@ def train(trainer: Trainer, *, resume: Path | None = None) -> tuple[list[float],
 
 
 def on_a_rank(weighted: Path, plain: Path, model: Path, folder: Path) -> dict[str, Any]:
-    """Return all results that the tests with two ranks need."""
     two_steps = {**PACKED, "gradient_accumulation_steps": 2}
     rows = hf.TrainRows(weighted, two_steps, steps=50, audit_dir=folder / "audit")
     trainer = make_trainer(rows, model, folder / "run", save_strategy="steps", save_steps=30)
@@ -106,7 +101,6 @@ class EvaluateAt(hf.TrainerCallback):
 
 
 def refusals(plain: Path, model: Path, folder: Path, trainer: Trainer) -> dict[str, str]:
-    """Return the error messages for incorrect ways to read on two ranks."""
     config = {**PACKED, "batch_size": 8}
 
     def sharded_twice(count: int) -> None:

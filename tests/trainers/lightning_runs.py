@@ -1,5 +1,3 @@
-"""Runs of Lightning's trainer with `EpisodeDataModule` that record the batches."""
-
 from __future__ import annotations
 
 import logging
@@ -39,8 +37,6 @@ class SmallModel(nn.Module):
 
 
 class Recorder(LightningModule):
-    """Trains a model, and records the batches and losses of training and validation on this rank."""
-
     def __init__(self, model: Path | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -87,8 +83,6 @@ def make_trainer(
     epochs: int | None = None,
     **settings: Any,
 ) -> Trainer:
-    """Return a quiet trainer over the ranks of the environment. With `checkpoints`, it saves every `save_steps` steps.
-    """
     if checkpoints is not None:
         save = ModelCheckpoint(checkpoints, "{step}", every_n_train_steps=save_steps, save_top_k=-1)
         callbacks = (*callbacks, save)
@@ -116,7 +110,6 @@ def train(
     limit_val_batches: int = 0,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Return the batches and losses of a run on this rank, from the start or from a checkpoint."""
     module = Recorder(model)
     data = EpisodeDataModule(dataset, config, audit_dir=audit_dir, audit_steps=3)
     accumulation = config.get("gradient_accumulation_steps", 1)

@@ -15,7 +15,6 @@ HEADINGS = re.findall(r"^## (.+)$", PAGE.read_text("utf-8"), re.MULTILINE)
 
 
 def run_section(heading: str, folder: Path) -> None:
-    """Change to `folder`, and run the blocks before the first section and those of this section."""
     shutil.copytree(ROOT / "data", folder / "data", ignore=shutil.ignore_patterns("cache"))
     os.chdir(folder)
     page = PAGE.read_text("utf-8")

@@ -1,5 +1,3 @@
-"""Accelerate: batches, losses and checkpoints of a hand-written loop, and rejected shardings."""
-
 from __future__ import annotations
 
 from itertools import islice
@@ -44,7 +42,6 @@ def two_ranks(weighted, model_folder, tmp_path_factory):
 
 
 def same_as_own(columns, batch, step_weight) -> None:
-    """Assert that the columns for Hugging Face equal a batch of chatmill's loader, shifted by one."""
     assert columns.keys() == {"input_ids", "labels", "position_ids", "weights", "step_weight"}
     assert columns["input_ids"][:, :-1].tolist() == batch["x"].tolist()
     assert columns["labels"][:, 1:].tolist() == batch["y"].tolist()
@@ -237,7 +234,6 @@ def test_a_run_that_began_without_an_audit_log_goes_on_without(weighted, tmp_pat
 
 
 def check_log(dataset, folder) -> None:
-    """Assert that the log of `runs.interrupted` contains all steps, and the two abandoned steps."""
     (log,) = (folder / "audit").glob("*.log")
     result = verify_log(log, dataset)
     assert (result.fault, result.steps, result.abandoned) == (None, runs.FEWER + 2, 2)
@@ -261,7 +257,6 @@ def test_settings_that_contradict_each_other_are_refused(weighted, accumulation,
         train_loader(runs.new_accelerator(accumulation), weighted, config, **length)
 
 
-# Loaders that Accelerate or Trainer would read incorrectly.
 
 
 def test_accelerate_does_not_shard_a_loader_a_second_time(two_ranks):

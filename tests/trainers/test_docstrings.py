@@ -1,5 +1,3 @@
-"""The docstring examples of chatmill.integrations."""
-
 from __future__ import annotations
 
 import doctest

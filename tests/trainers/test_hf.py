@@ -1,5 +1,3 @@
-"""chatmill's data in `transformers.Trainer` on one rank."""
-
 from __future__ import annotations
 
 import doctest
@@ -25,7 +23,6 @@ own = cache(lambda dataset, model, packed: own_run(dataset, model, PACKED if pac
 
 
 def assert_rows_of_the_loop(inputs, dataset, config, *, first=0, rank=0, world_size=1):
-    """Assert that the model inputs are the rows of chatmill's loader, including labels and weights."""
     accumulation = config.get("gradient_accumulation_steps", 1)
     assert len(inputs) % accumulation == 0
     steps = len(inputs) // accumulation
@@ -185,7 +182,6 @@ def test_resume_from_a_checkpoint_gives_the_rows_that_would_have_come(weighted, 
     rows = hf.TrainRows(weighted, config, steps=12)
     saving = {"save_strategy": "steps", "save_steps": 1, "dataloader_num_workers": workers}
     losses, _ = train(make_trainer(rows, model_folder, tmp_path, **saving))
-    # Resume with the same `TrainRows` object, and with a new one.
     for step, data in ((5, rows), (1, hf.TrainRows(weighted, config, steps=12)), (11, rows)):
         resumed = make_trainer(data, model_folder, tmp_path, dataloader_num_workers=workers)
         again, inputs = train(resumed, resume=tmp_path / f"checkpoint-{step}")

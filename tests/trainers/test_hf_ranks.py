@@ -1,5 +1,3 @@
-"""chatmill's data in `transformers.Trainer` and TRL's trainer on two ranks."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Lightning with chatmill's data: rows and losses equal those of chatmill's own loop, even after resuming."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -30,7 +28,6 @@ ACCUMULATED = {**PACKED, "gradient_accumulation_steps": 2}
 
 
 def assert_own(batches: list[dict[str, np.ndarray]], own: list[dict[str, np.ndarray]], parts: int = 1) -> None:
-    """Assert that every `parts` consecutive batches together equal one batch of chatmill's own loop."""
     assert len(batches) == len(own) * parts
     for number, arrays in enumerate(own):
         of_step = batches[number * parts : (number + 1) * parts]
@@ -45,7 +42,6 @@ def assert_own(batches: list[dict[str, np.ndarray]], own: list[dict[str, np.ndar
 
 
 def mean_losses(losses: list[list[float]], parts: int = 1) -> np.ndarray:
-    """Return the loss of each step; Lightning averages over ranks and over accumulated batches."""
     return np.array(losses).reshape(len(losses), -1, parts).mean(axis=(0, 2))
 
 
@@ -92,7 +88,6 @@ def test_two_ranks_train_the_batches_and_losses_of_the_own_loop(weighted, model_
     assert (result.fault, result.steps, state["cursor"]["step"]) == (None, 50 + 45 - (STEPS + 1), 45)
     assert "ranks=all" in log.read_text()
 
-    # One rank resumes from the checkpoint of two ranks.
     checkpoint = tmp_path / f"step={STEPS + 1}.ckpt"
     resumed = train(weighted, ACCUMULATED, model=model_folder, ckpt_path=checkpoint, max_steps=45)
     assert_own(resumed["batches"], own_batches(weighted, ACCUMULATED, 45)[STEPS + 1 :], 2)
@@ -169,7 +164,6 @@ def test_limits_and_a_second_fit_go_on_with_the_next_rows(small):
     trainer.fit(module, data)
     assert trainer.global_step == 15
     assert_own(module.batches, own_batches(small, SIX, 15))
-    # A new trainer starts at the first step again.
     module.batches.clear()
     make_trainer(max_steps=2, limit_val_batches=0).fit(module, data)
     assert_own(module.batches, own_batches(small, SIX, 2))
@@ -193,7 +187,6 @@ def test_a_batch_that_a_hook_skips_is_trained_next(small):
 
 
 def val_oracle(dataset: Path, config, table: np.ndarray) -> float:
-    """Return the weighted mean loss over the rows of val, for a model that looks up next tokens in a table."""
     loader = lightning_runs.EpisodeLoader(dataset, config, tensors=False)
     total = weight = 0.0
     scores = table - np.log(np.exp(table).sum(axis=1, keepdims=True))
@@ -206,7 +199,6 @@ def val_oracle(dataset: Path, config, table: np.ndarray) -> float:
 
 
 def assert_validated(runs: list[dict], dataset: Path, config) -> None:
-    """Assert that the ranks read every row of val once, and that Lightning's mean is the weighted mean."""
     loader = lightning_runs.EpisodeLoader(dataset, config, tensors=False)
     expected = sorted(row.tobytes() for batch in loader.one_pass("val") for row in batch.x)
     rows = [row.tobytes() for run in runs for batch in run["val_batches"] for row in batch["input_ids"][:, :-1]]

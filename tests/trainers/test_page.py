@@ -1,5 +1,3 @@
-"""The examples on the pages about other trainers run with the real libraries."""
-
 from __future__ import annotations
 
 import shutil

@@ -1,5 +1,3 @@
-"""A dataset exported as Parquet has the same loss in TRL as the dataset itself."""
-
 from __future__ import annotations
 
 import datasets
@@ -18,7 +16,6 @@ COLUMNS = ["input_ids", "labels", "position_ids", "seq_lengths"]
 
 
 def expected(rows) -> list[dict]:
-    """Compute the columns token by token."""
     found = []
     for row in (rows[at : at + 1] for at in range(len(rows))):
         lengths = [n for n in np.diff(row.segment_start).tolist() if n]
@@ -44,7 +41,6 @@ def tiny_model():
 
 
 def losses_in_trl(dataset, folder, *, padding_free: bool, skip: bool) -> list[float]:
-    """Return the losses of ten steps of `SFTTrainer`, with the rows in the order of the dataset."""
     # The trainer requires a tokenizer, but uses only its padding id.
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     trainer = trl.SFTTrainer(
@@ -78,7 +74,6 @@ def losses_in_trl(dataset, folder, *, padding_free: bool, skip: bool) -> list[fl
 
 
 def losses_one_by_one(episodes) -> list[float]:
-    """Return the losses of ten steps in plain torch, with each conversation alone, without padding or packing."""
     model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     losses = []
@@ -100,8 +95,6 @@ def losses_one_by_one(episodes) -> list[float]:
 
 
 def adapted(episodes):
-    """Return the rows of a dataset as a `datasets.IterableDataset`, the only stream that TRL accepts."""
-
     def stream():
         for rows in episodes.sweep(tokens=500):
             yield from expected(rows)

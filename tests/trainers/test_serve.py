@@ -1,5 +1,3 @@
-"""Rollouts from the real `transformers serve`: its answers equal those that this process generates."""
-
 from __future__ import annotations
 
 import json
@@ -34,7 +32,6 @@ START_LIMIT = 300
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """Return a folder for each template, with a small model that was trained on the true answers."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
     place = tmp_path_factory.mktemp("served")
@@ -66,7 +63,6 @@ SIZES = {
 
 
 def questions(place: Path) -> list[GroundTruth]:
-    """Return the ground-truth records, and a conversation with an earlier answer."""
     turns = [Message("user", "scene 1"), Message("assistant", "{}"), Message("user", "scene 2")]
     return [*read_truth(place / "truth.jsonl"), GroundTruth(Record(turns, "turns"), TRUTH)]
 

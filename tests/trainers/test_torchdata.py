@@ -1,5 +1,3 @@
-"""torchdata: the batches and saved states of a `StatefulDataLoader` on each rank."""
-
 from __future__ import annotations
 
 import copy

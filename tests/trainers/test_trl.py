@@ -1,5 +1,3 @@
-"""chatmill's data in TRL's `SFTTrainer` on one rank."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -15,7 +15,6 @@ from chatmill.integrations.torchdata import stateful_loader
 
 
 def arrays(batch: Any) -> dict[str, Any]:
-    """The batch is a dict or a named tuple."""
     columns = batch if isinstance(batch, dict) else batch._asdict()
     return {name: column.numpy() for name, column in columns.items()}
 
@@ -25,7 +24,6 @@ def batches(dataset: Path, *, steps: int, workers: int) -> list[dict[str, Any]]:
 
 
 def losses(dataset: Path, model: Path) -> list[float]:
-    """Return the loss of each step of a loop in plain torch, on one or several ranks."""
     opened = open_model(model).train()
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     module = torch.nn.parallel.DistributedDataParallel(opened) if world_size > 1 else opened

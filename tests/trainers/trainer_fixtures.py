@@ -36,7 +36,6 @@ WORDS = ["mill", "stone", "grain", "water", "wheel", "flour", "sack", "miller", 
 
 
 def write_dataset(folder: Path, *, weights: Sequence[float] = (), count: int = 260, val_split: float = 0.1) -> Path:
-    """Write a dataset of short chats with a val split; their answers have these weights in turn, or weight 1."""
     rng = random.Random(7)
     lines = []
     for number in range(count):
@@ -53,7 +52,6 @@ def write_dataset(folder: Path, *, weights: Sequence[float] = (), count: int = 2
 
 
 def save_model(folder: Path) -> Path:
-    """Write a Llama with random weights and a tokenizer, without dropout, in float32."""
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -78,7 +76,6 @@ def open_model(folder: Path) -> Any:
 def own_batches(
     dataset: Path, config: Mapping[str, Any], steps: int, *, rank: int = 0, world_size: int = 1
 ) -> list[dict[str, np.ndarray]]:
-    """Return the arrays of the first steps that the loader returns on a rank."""
     loader = EpisodeLoader(dataset, config, rank=rank, world_size=world_size, tensors=False)
     batches = [batch._asdict() for batch in islice(loader, steps)]
     loader.close()
@@ -96,7 +93,6 @@ def own_losses(dataset: Path, model: Path, config: Mapping[str, Any], *, steps: 
 def own_run(
     dataset: Path, model: Path, config: Mapping[str, Any], *, steps: int = STEPS
 ) -> tuple[list[float], float | None]:
-    """Return the loss of each step of chatmill's own loop, and the val loss after the last step."""
     adamw = {"beta1": 0.9, "beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.0, "grad_clip": 0.0}
     run = {"max_iters": steps, "learning_rate": RATE, "lr_schedule": "constant", "warmup_iters": 0, "device": "cpu"}
     quiet = {"check_tokenizer": False, "eval_interval": steps, "save_interval": 0, "audit_dir": None}

@@ -1,8 +1,4 @@
-"""Kill a loop that reads batches, logs them and saves its state, at random moments.
-
-Log lines are written a few bytes at a time, so that many kills tear a line. After every kill, the log must verify
-against the dataset and the saved state, and both must be at the same step.
-"""
+"""After every kill, the log must verify against the dataset and the saved state, and both must be at the same step."""
 
 from __future__ import annotations
 
@@ -38,7 +34,6 @@ def saved(folder: Path) -> Any:
 
 
 def loop(folder: Path, steps: int | None, ready: Callable[[], None] = lambda: None) -> None:
-    """Read batches from the saved state, up to step `steps` or forever; call `ready` before the first batch."""
     from chatmill.audit import Audit
     from chatmill.load.loader import EpisodeLoader
 
@@ -58,7 +53,6 @@ def loop(folder: Path, steps: int | None, ready: Callable[[], None] = lambda: No
 
 
 def killed(folder: Path, seconds: float, *, drawing: bool) -> Ended:
-    """Run the loop in a separate process, and kill it some time after its start or its first batch."""
     ready_end, send_ready = os.pipe()
     child = begin(lambda: loop(folder, None, lambda: os.close(send_ready)))
     os.close(send_ready)
@@ -71,7 +65,6 @@ def killed(folder: Path, seconds: float, *, drawing: bool) -> Ended:
 
 
 def look(folder: Path, tally: Tally) -> bool:
-    """Check every log against the dataset and the saved state; return whether a state with a log was saved."""
     from chatmill.audit import LogLine, read_log, verify_log
 
     state, agreed = saved(folder), False

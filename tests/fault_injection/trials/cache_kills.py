@@ -1,9 +1,4 @@
-"""Kill processes that share a small cache of remote objects, at random moments.
-
-Several readers fetch the objects in different orders and compare every byte. Some are killed while they download, wait
-or evict objects. The others must continue and read the right bytes, and a final reader must be able to fetch every
-object.
-"""
+"""Several readers share a small cache and compare every byte. Some are killed; the others must read the right bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +26,6 @@ def contents(seed: int) -> dict[str, bytes]:
 
 
 def read_all(stored: dict[str, bytes], seed: float, rounds: int) -> str:
-    """Fetch every object `rounds` times; return a description of the first wrong object, or an empty string."""
     rng = random.Random(seed)
     # Slow downloads in small pieces, so that most kills hit a download.
     download.RANGE_BYTES = 4_000

@@ -1,6 +1,4 @@
-"""Change files of a dataset before or during a training run: `train --verify` must stop and name the file.
-
-Without `--verify`, a token id outside the model's vocabulary must still stop the run before the step that reads it.
+"""Without `--verify`, a token id outside the model's vocabulary must still stop the run before the step that reads it.
 """
 
 from __future__ import annotations

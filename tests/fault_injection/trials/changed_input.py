@@ -1,7 +1,4 @@
-"""Change input files after a build has planned its units, while it reads them, or before it is resumed.
-
-Changes keep the size and time of a file where possible, like `cp -p` or a restored backup.
-"""
+"""Changes keep the size and time of a file where possible, like `cp -p` or a restored backup."""
 
 from __future__ import annotations
 
@@ -102,7 +99,7 @@ HARMLESS = (touched, copied)
 
 
 class InterruptedBuild(KeyboardInterrupt):
-    """Interrupts a build as Ctrl-C does."""
+    pass
 
 
 def after(units: int, change: Callable[[], None]) -> Callable[[pipeline.BuildProgress], None]:
@@ -123,7 +120,6 @@ def stop() -> None:
 
 
 def once(place: Path, change: Change, moment: str, rng: random.Random) -> str:
-    """Build a dataset and change an input file at the given moment; return the dataset's hash."""
     paths = sorted(place.glob("in/*"))
     path, target = rng.choice(paths), place / "x"
     job = Job((InputSource((str(place / "in" / "*"),)),), on_error=rng.choice(["stop", "skip"]))

@@ -1,5 +1,3 @@
-"""Simulate a power loss while checkpoints are written: the newest checkpoint on disk must be complete."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -62,7 +60,6 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         save(disk / "run", {"step": step}, model, optimizer, alone, sharded=False, keep=2, about={"a.json": b"{}"})
 
     def newest() -> int:
-        """Return the step of the newest checkpoint, after checking that all its weights equal that step."""
         checkpoint = open_checkpoint(list_checkpoints(at / "run")[-1], alone)
         model, optimizer = made()
         restore(checkpoint, model, optimizer)

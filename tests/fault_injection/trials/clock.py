@@ -1,5 +1,3 @@
-"""Change the clock and the file times: dataset bytes, order and resuming must not depend on them."""
-
 from __future__ import annotations
 
 import datetime
@@ -24,7 +22,6 @@ UNIT_BYTES = 5_000
 
 
 def jump_by(offset: Callable[[], float]) -> None:
-    """Shift the clock of this process by `offset()`, which may change with every call."""
     real, real_ns = time.time, time.time_ns
     time.time = lambda: real() + offset()
     time.time_ns = lambda: real_ns() + int(offset() * 1e9)
@@ -40,7 +37,6 @@ def jump_by(offset: Callable[[], float]) -> None:
 
 
 def some_clock(rng: random.Random) -> Callable[[], float]:
-    """Return an offset function: far back, far ahead, or different on every call."""
     now, years = time.time(), rng.choice([-45, -1, 3, 200])
     jumping = random.Random(rng.random())
     return rng.choice([lambda: years * YEAR, lambda: -now + 86400, lambda: jumping.uniform(-40, 40) * YEAR])

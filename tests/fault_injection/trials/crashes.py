@@ -1,5 +1,3 @@
-"""Simulate a power loss after every step of building and publishing a dataset."""
-
 from __future__ import annotations
 
 import shutil
@@ -35,7 +33,6 @@ class Known(dict[tuple[tuple[str, bytes], ...], str]):
 
 
 def crashes(at: Path, model: Model, recorder: Recorder) -> Iterator[tuple[int, str]]:
-    """Recreate every state that a crash after each step can leave in `at`; yield the step and the loss pattern."""
     for number in range(len(recorder.steps) + 1):
         if number:
             recorder.steps[number - 1](model)

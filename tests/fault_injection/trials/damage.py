@@ -1,5 +1,3 @@
-"""Damage datasets: flip bits, and truncate, swap or remove files. Every damaged dataset must be rejected."""
-
 from __future__ import annotations
 
 import random
@@ -36,19 +34,16 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def at_opening(dataset: Path) -> str:
-    """Return the error from opening the dataset, or an empty string if it opens."""
     ended = outcome(lambda: open_dataset(dataset).splits)
     return ended.refused or (f"broke: {ended.broke}" if ended.broke else "")
 
 
 def in_full(dataset: Path) -> str:
-    """Return the first fault that `verify --full` reports, or an empty string."""
     ended = outcome(lambda: verify_dataset(dataset, full=True).faults)
     return f"broke: {ended.broke}" if ended.broke else next(iter(ended.value), "")
 
 
 def judge(tally: Tally, line: str, what: str) -> None:
-    """Count the damage as found if `line` is a one-line error message."""
     if not line:
         tally.is_wrong(f"{what}: not detected")
     else:
@@ -73,7 +68,6 @@ def flips(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def cuts(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Truncate each file at up to `size` lengths, and extend it once by a byte."""
     rng, dataset = random.Random(seed), made(folder, seed)
     for path in files_of(dataset):
         whole = path.read_bytes()
@@ -89,7 +83,6 @@ def cuts(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def swaps(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Swap files of the same name and size, files of any names, and whole shards."""
     rng, dataset = random.Random(seed), made(folder, seed, alike=True)
     paths, aside = files_of(dataset), folder / "aside"
     shards = sorted(dataset.glob("*/shard_*"))
@@ -121,7 +114,6 @@ def _differ(one: Path, other: Path) -> bool:
 
 
 def missing(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Remove each file, shard and split, or replace it with a folder, a dangling link or an empty file."""
     dataset, aside = made(folder, seed), folder / "aside"
     stand_ins: dict[str, Callable[[Path], object]] = {
         "missing": lambda path: None,
@@ -145,7 +137,6 @@ def missing(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def stale(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Replace a file with one from another build, of the same size if possible."""
     rng = random.Random(seed)
     dataset = made(folder, seed, alike=True)
     (folder / "other").mkdir()

@@ -1,5 +1,3 @@
-"""Flip bits in checkpoints, audit logs, caches and the staged units of a killed build."""
-
 from __future__ import annotations
 
 import random
@@ -99,7 +97,6 @@ def _primers(count: int, seed: int) -> list[list[dict[str, str]]]:
 
 
 def staged_units(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Kill a build and damage its staged files; the resumed build must still give the right bytes."""
     rng = random.Random(seed)
     (folder / "a.jsonl").write_bytes(lines(conversations(60, seed=seed)))
     job = job_of((str(folder / "a.jsonl"),))

@@ -1,8 +1,5 @@
-"""Make every system call of a build and of a training run fail once.
-
-The commands run in forked processes. Each call on the command's files (open, read, write, sync, rename, mmap, mkdir,
-remove, close ...) fails in several ways. The command must succeed with the right bytes, or print a one-line error and
-exit with 1. Existing data must stay intact, and the next command must give the bytes of an uninterrupted run.
+"""The command must succeed with the right bytes, or print a one-line error and exit with 1. Existing data must stay
+intact, and the next command must give the bytes of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -42,7 +39,6 @@ ALL = 1_000_000
 
 
 def exit_code(*args: str) -> Any:
-    """Run `chatmill` in this process; return its exit code."""
     argv, sys.argv = sys.argv, ["chatmill", *args]
     try:
         main()
@@ -54,8 +50,6 @@ def exit_code(*args: str) -> Any:
 
 
 def command(place: Path, *args: str) -> Callable[[], Any]:
-    """Return a function that runs `chatmill` in `place` and returns its exit code and standard error."""
-
     def run() -> Any:
         os.chdir(place)
         stderr = place.parent / "stderr"
@@ -72,12 +66,10 @@ def command(place: Path, *args: str) -> Callable[[], Any]:
 
 
 def ending(ended: Ended) -> str:
-    """Return the error message of a failed command, or a description of its crash."""
     return ended.broke or ended.refused or ("killed" if ended.killed else json.dumps(ended.value))
 
 
 def one_line(ended: Ended) -> bool:
-    """Whether a command failed with exit code 1 and a one-line error after its progress lines."""
     if ended.value is None or ended.value["code"] != 1:
         return False
     lines = [line for line in ended.value["stderr"].splitlines() if not line.startswith("chatmill: warning: ")]
@@ -114,7 +106,6 @@ class Case:
             return begin(command(self.place, *args)).end(CPU_SECONDS)
 
     def undisturbed(self) -> tuple[dict[str, int], Any]:
-        """Run the command without failures; return the number of calls of each kind, and the command's result."""
         self.begin()
         ended = self.run(self.args)
         assert ended.value is not None and ended.value["code"] == 0, ending(ended)
@@ -233,9 +224,6 @@ def builds(size: int, seed: int, folder: Path, tally: Tally, *, kinds: Sequence[
 
 
 def fault_of_builds(place: Path, old: dict[str, str] | None, new: dict[str, str]) -> str:
-    """Return what is wrong after a build: the target must be the old or the new dataset, and no partial dataset may
-    open.
-    """
     target = place / "x"
     if (digests(target) if target.exists() else None) not in (old, new):
         return "the target is neither the old nor the new dataset"
@@ -313,7 +301,6 @@ def came_to(place: Path) -> Any:
 
 
 def fault_of_runs(place: Path) -> str:
-    """Return what is wrong after a run: each checkpoint must open with the bytes that were written."""
     import torch
 
     from chatmill.train.checkpoint import list_checkpoints, open_checkpoint
@@ -345,7 +332,6 @@ RUNS = Trial(
     in_memory=True,
 )
 
-# Smaller trials for planted faults.
 WRITES_OF_BUILDS = replace(BUILDS, work=partial(builds, kinds=("write",)))
 WRITES_OF_RUNS = replace(RUNS, work=partial(runs, kinds=("write",)))
 READS_OF_BUILDS = replace(BUILDS, work=partial(builds, kinds=("read",)))

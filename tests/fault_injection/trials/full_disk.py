@@ -1,7 +1,3 @@
-"""Run commands on a disk that becomes full. They must print a one-line error, publish nothing, and resume once there is
-space.
-"""
-
 from __future__ import annotations
 
 import random
@@ -21,8 +17,6 @@ PLENTY = 64 << 20
 
 
 def room_left(place: Path, room: Room | None, free: int, work: Callable[[], Any]) -> Ended:
-    """Run the work in a separate process with limited disk space, real or simulated."""
-
     def limited() -> Any:
         if room is None:
             files.disk = Full(free)

@@ -1,9 +1,4 @@
-"""Checkpoints changed on purpose, with matching hashes: a run must resume to the same result or stop with a one-line
-error.
-
-The trial replaces every value of checkpoint.json with values of other types. It also adds unlisted files, replaces
-listed files with links, FIFOs and folders, and moves the cursors.
-"""
+"""Every change keeps the hashes valid. The run must resume to the same result or stop with a one-line error."""
 
 from __future__ import annotations
 
@@ -30,7 +25,6 @@ Attack = tuple[str, Callable[[Path], object]]
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every value in a JSON document."""
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
         yield (*path, key)
         if isinstance(inner, dict | list):
@@ -147,8 +141,6 @@ def _exchange(path: Path, make: Callable[[Path], object]) -> None:
 
 
 class Runs:
-    """A run that is copied and resumed for each attempt."""
-
     def __init__(self, folder: Path, seed: int) -> None:
         from train_fixtures import prepare
 

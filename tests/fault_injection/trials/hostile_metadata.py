@@ -1,5 +1,3 @@
-"""Metadata with a correct hash but false sizes, counts, paths or numbers. Every value must be validated before use."""
-
 from __future__ import annotations
 
 import json
@@ -42,7 +40,6 @@ class Watched:
 
 
 def lie(data: dict[str, Any], rng: random.Random) -> str:
-    """Change one value of the metadata; return a description of the change."""
     at: Any = data
     path: list[Any] = []
     while True:

@@ -1,5 +1,3 @@
-"""Read datasets that are replaced, truncated or only partly copied, or that have many files."""
-
 from __future__ import annotations
 
 import os
@@ -31,7 +29,6 @@ BATCHES = 12
 
 
 def rows_judged(tally: Tally, dataset: Any, right: dict[str, Rows]) -> None:
-    """Read all rows of an open dataset. They must match its hash, or reading must fail with a one-line error."""
     rows = right[dataset.sha256]
     ended = outcome(lambda: equal(dataset["train"].rows(range(len(rows))), rows))
     if ended.value is False:
@@ -42,7 +39,6 @@ def rows_judged(tally: Tally, dataset: Any, right: dict[str, Rows]) -> None:
 
 
 def exchange(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Read a dataset while another process keeps swapping it with another one, and after each of three replacements."""
     x, y = folder / "x", folder / "y"
     right = {}
     for number, path in enumerate((x, y)):
@@ -82,7 +78,6 @@ def batches_of(folder: Path, config: dict[str, Any], count: int, before: Callabl
 
 
 def cut(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Truncate a file under an open loader. Reading must give the right batches or a one-line error."""
     rng = random.Random(seed)
     write_rows(folder / "whole", {"train": talks(seed, 1500)}, shard_tokens=1 << 20)
     right = batches_of(folder / "whole", CONFIG, 300, lambda number: None)
@@ -134,7 +129,6 @@ COPIES: tuple[Callable[[list[Path], random.Random], list[Path]], ...] = (in_any_
 
 
 def partial(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Interrupt a copy after any number of files, in any order; the last file may be copied in part."""
     rng = random.Random(seed)
     whole = folder / "whole"
     write_dataset(whole, {"train": some_rows(seed, count=30), "val": some_rows(seed + 1, count=9)}, shard_tokens=60)
@@ -165,7 +159,6 @@ def partial(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def descriptors(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Mix sources of many shards with few free file descriptors. The batches must be the same as without a limit."""
     config = {**CONFIG, "batch_size": 40, "mix_sft": {f"s{number}": 1 for number in range(SOURCES)}}
     for number in range(SOURCES):
         write_rows(folder / f"mix/s{number}", {"train": talks(seed + number, size)}, shard_tokens=1)

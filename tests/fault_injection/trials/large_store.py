@@ -1,7 +1,4 @@
-"""A dataset larger than the memory limit must be written, opened, read, loaded and verified correctly.
-
-RLIMIT_DATA limits the memory of the process to a small part of the dataset's size. Mapped files do not count.
-"""
+"""RLIMIT_DATA limits the memory of the process to a small part of the dataset's size. Mapped files do not count."""
 
 from __future__ import annotations
 
@@ -42,7 +39,6 @@ def slab(number: int) -> Rows:
 
 
 def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Store and read `size` slabs of 8 MiB of ids."""
     from chatmill.load.loader import EpisodeLoader
 
     load_torch()

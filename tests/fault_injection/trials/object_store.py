@@ -1,5 +1,3 @@
-"""Kill a build to an object store at any write, run it at the same time as another build, and damage its objects."""
-
 from __future__ import annotations
 
 import os
@@ -31,7 +29,7 @@ ANY_AGE = -3600.0
 
 
 class KilledError(BaseException):
-    """Simulates a kill of the process."""
+    pass
 
 
 @dataclass
@@ -47,7 +45,6 @@ class Writes:
 
 @contextmanager
 def watched(writes: Writes) -> Iterator[None]:
-    """Record every write in the `with` block, and raise KilledError at `writes.stop`."""
     upload, write, lock = objects.upload, objects.write, threading.Lock()
 
     def note(url: Url, data: bytes) -> None:
@@ -94,7 +91,6 @@ def store(files: dict[str, bytes]) -> None:
 
 
 def state() -> str:
-    """Return the hash of a valid dataset, "" if there is none, or the first fault."""
     if objects.find(URL / METADATA) is None:
         return ""
     report = verify_dataset(URL, full=True)
@@ -166,7 +162,6 @@ def resumed(
 
 
 def raced(before: dict[str, bytes], job: Job, other: Job, way: str, tally: Tally, folder: Path) -> None:
-    """Publish another build just before a build publishes. One must win, and the other must be refused."""
     winner = ""
 
     def elsewhere() -> None:
@@ -209,7 +204,6 @@ TRIAL = Trial(
 
 
 def rows_of() -> list[bytes]:
-    """Return all data of the dataset, read as training reads it."""
     dataset = open_dataset(URL)
     rows = [dataset[name].rows(np.arange(len(dataset[name]))) for name in dataset.splits]
     fields = ("ids", "spans", "first_span", "origins", "first_segment")

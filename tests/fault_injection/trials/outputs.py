@@ -1,5 +1,3 @@
-"""Run commands on names with control characters. Their stdout is a file, a closed pipe, a full disk or closed."""
-
 from __future__ import annotations
 
 import json
@@ -67,7 +65,6 @@ def run(argv: list[str], sink: str, folder: Path) -> dict[str, Any]:
 
 
 def commands(rng: random.Random, folder: Path) -> tuple[list[str], bool]:
-    """Return a command with hostile names, and whether it should succeed if its output can be written."""
     name = name_from(rng)
     good, renamed = folder / "data", folder / f"set {name}"
     if not renamed.exists():
@@ -77,7 +74,6 @@ def commands(rng: random.Random, folder: Path) -> tuple[list[str], bool]:
     turns = [{"role": "user", "content": inside}, {"role": "assistant", "content": inside}]
     fine = rng.random() < 0.3
     record: dict[str, Any] = {"messages": turns, "id": inside}
-    # A record with unknown keys is still valid.
     record = rng.choice([
         record,
         {**record, inside: 1},
@@ -109,7 +105,6 @@ def commands(rng: random.Random, folder: Path) -> tuple[list[str], bool]:
 
 
 def judge(argv: list[str], sink: str, succeeds: bool, ran: Ran) -> str:
-    """Return what is wrong with the exit code and output of a command, or an empty string."""
     acting = {ch for ch in ran.out + ran.err if not ch.isprintable()} - {"\n", "\t", "\u200c", "\u200d", "\xa0"}
     lines = ran.err.splitlines()
     if acting:

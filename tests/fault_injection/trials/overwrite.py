@@ -1,5 +1,3 @@
-"""Put unlisted files into a folder that a command replaces: files that chatmill did not write must never be removed."""
-
 from __future__ import annotations
 
 import json
@@ -85,8 +83,6 @@ MARKERS = ("{}", "[]", "", "null", '{"schema": "chatmill-episodes"}', "not json"
 
 
 class AppearsAt(files.Disk):
-    """Calls `put` once, just before or after the first disk operation with the given name."""
-
     def __init__(self, name: str, put: Callable[[], object], *, after: bool) -> None:
         operation = getattr(files.Disk, name)
 
@@ -120,7 +116,6 @@ def no_exchange(yes: bool) -> Iterator[None]:
 
 
 def everything(folder: Path) -> dict[str, str]:
-    """Return the paths of everything below a folder, including links and pipes, by inode."""
     return {
         f"{status.st_dev}:{status.st_ino}": path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -134,7 +129,6 @@ def inode(path: Path) -> str:
 
 
 def attempt(do: Callable[[], Any]) -> tuple[str, list[str]]:
-    """Return "done" or the command's one-line error, and its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -146,8 +140,6 @@ def attempt(do: Callable[[], Any]) -> tuple[str, list[str]]:
 
 
 class Rounds:
-    """The commands that replace a dataset; each attempt gets its own copy of the old dataset."""
-
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
         for name, count in (("a", 12), ("b", 5)):
@@ -219,7 +211,6 @@ def refuses_what_is_no_dataset(rounds: Rounds, marker: str, tally: Tally) -> Non
 
 
 def survives_a_race(rounds: Rounds, thing: str, operation: str, tally: Tally, *, after: bool, exchange: bool) -> None:
-    """Add a file to the old dataset while a new one is published in its place."""
     target = rounds.place()
     old, made = inode(target), list[str]()
 
@@ -249,7 +240,6 @@ def survives_a_race(rounds: Rounds, thing: str, operation: str, tally: Tally, *,
 
 
 def survives_a_kill(rounds: Rounds, thing: str, rng: random.Random, tally: Tally, *, exchange: bool) -> None:
-    """Kill a build while it publishes, add a file to its leftovers, and let the next build clean up."""
     target = rounds.place()
     staging = staging_for(target)
 

@@ -1,8 +1,5 @@
-"""Kill `chatmill prepare` with SIGKILL at random moments, two builds at a time.
-
-Each build has at least 8 shards and takes at least 5 seconds (1.2 in a short trial). Half of the builds replace an
-older dataset. One kill in six comes after the metadata is written; the others are spread over the whole build. After
-every tenth kill and after the last one, the build is resumed.
+"""One kill in six comes after the metadata is written. The build is resumed after every tenth kill and after the last
+one.
 """
 
 from __future__ import annotations
@@ -32,8 +29,6 @@ AT_ONCE = 2
 
 @dataclass(frozen=True)
 class Build:
-    """A build command and its result without interruption."""
-
     folder: Path
     input: str
     shard_tokens: int
@@ -50,7 +45,6 @@ class Build:
         return subprocess.Popen([*command, *flags], cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def finish(self, *flags: str) -> tuple[str, int]:
-        """Finish the build; return its hash and number of shards, or a description of the fault and 0."""
         out, err = (process := self.start(*flags)).communicate()
         if process.returncode:
             return f"exit {process.returncode}: {err.decode().strip()}", 0
@@ -59,7 +53,6 @@ class Build:
 
 
 def calibrated(folder: Path, seconds: float) -> Build:
-    """Generate input whose build takes at least this many seconds."""
     lines, copies = DATA.read_bytes(), 20
     while True:
         (folder / "input.jsonl").write_bytes(lines * copies)
@@ -76,7 +69,6 @@ def calibrated(folder: Path, seconds: float) -> Build:
 
 
 def killed(build: Build, rng: random.Random, *flags: str, late: bool) -> bool:
-    """Start a build and kill it at a random moment; return whether it was still running."""
     process = build.start(*flags)
     if late:
         while process.poll() is None and not (staging_for(build.target) / METADATA).exists():
@@ -91,7 +83,6 @@ def killed(build: Build, rng: random.Random, *flags: str, late: bool) -> bool:
 
 
 def state(build: Build, old: str | None) -> str:
-    """Return the state of the target: absent, old, new, or a description of the fault."""
     # A replacement may have been killed between two renames. The next command would recover it.
     recover(build.target)
     if not build.target.exists():
@@ -119,7 +110,6 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
             build = replace(build, seconds=build.seconds * (1.005 if one(build, number) else 0.9))
 
     def one(build: Build, number: int) -> bool:
-        """Make one attempt; return whether the build was still running when it was killed."""
         rng = random.Random(f"{seed} {number}")
         turn = number // AT_ONCE
         replacing = turn % 2 == 1

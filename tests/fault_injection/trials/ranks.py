@@ -1,5 +1,3 @@
-"""Kill one of two ranks. The other must report the loss and exit, and a restarted run must reach the same weights."""
-
 from __future__ import annotations
 
 import contextlib
@@ -36,8 +34,6 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
 
 
 def two_machines(folder: Path, args: tuple[Any, ...]) -> tuple[int, str, int]:
-    """Run one rank under each of two torchrun processes, as on two nodes; return the result in the form of `torchrun`.
-    """
     port = free_port()
     meets = [("--nnodes", "2", "--node-rank", str(node), "--master-port", port) for node in range(2)]
     with ThreadPoolExecutor() as threads:
@@ -104,7 +100,6 @@ def one_rank(first: Sequence[Callable[[], None]], args: tuple[Any, ...]) -> None
 
 
 def left_alone(folder: Path, name: str, args: tuple[Any, ...]) -> str:
-    """Run two ranks without torchrun, one of which kills itself; return what is wrong with the exit of the other."""
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     children, outputs = [], [folder / f"{name}-{rank}" for rank in range(2)]
     for rank, output in enumerate(outputs):
@@ -133,7 +128,6 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     rng, data = random.Random(seed), str(prepare(folder, "sums", "--val-split", "0.2", seed=seed))
 
     def result(name: str) -> Any:
-        """Return the weights and optimizer state of the last checkpoint, and the losses of all steps."""
         last = max((folder / name).glob("step_*"), default=None)
         tensors = {path: hash for path, hash in digests(last).items() if "safetensors" in path} if last else {}
         return tensors, curve(folder / name)

@@ -1,5 +1,3 @@
-"""Kill a worker of a Ray cluster that is processing a unit, or the whole cluster."""
-
 from __future__ import annotations
 
 import os
@@ -39,7 +37,6 @@ class Log:
         folder.mkdir()
 
     def units_by_worker(self, what: str) -> dict[int, set[int]]:
-        """Return the units that each worker has begun or finished, depending on `what`."""
         found: dict[int, set[int]] = {}
         for path in self.folder.glob(f"*.{what}"):
             unit, pid, _ = path.name.split(".")
@@ -71,8 +68,6 @@ def logged_run(log: Path) -> Callable[..., Any]:
 
 
 def held_run(log: Path) -> Callable[..., Any]:
-    """Return a function that runs unit 0 and blocks forever on any other unit."""
-
     def run(unit: Any, shared: Any) -> Any:
         while unit.number:
             time.sleep(0.02)
@@ -84,7 +79,6 @@ def held_run(log: Path) -> Callable[..., Any]:
 
 
 def process_of_cluster(name: str) -> int:
-    """Return the id of the process with this name that `ray.init` started."""
     for thread in Path("/proc/self/task").iterdir():
         for pid in (thread / "children").read_text().split():
             if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(f"/{name}".encode()):
@@ -140,7 +134,6 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
             )
 
     def lose_cluster(name: str) -> None:
-        """Kill the head or the raylet while the build waits for units."""
         target, log = folder / name, Log(folder / f"log-{name}")
         ray_engine._run = held_run(log.folder)
         ended = on_ray(target, on_progress=lambda progress: os.kill(process_of_cluster(name), signal.SIGKILL))

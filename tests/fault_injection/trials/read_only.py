@@ -1,5 +1,3 @@
-"""Run commands on a read-only file system. Each must print a one-line error, and existing data must stay readable."""
-
 from __future__ import annotations
 
 import os
@@ -21,7 +19,6 @@ from fault_injection.trial import Tally, Trial
 
 @contextmanager
 def locked(room: Path, fill: Callable[[], None]) -> Iterator[bool]:
-    """Fill a folder and make it read-only; yield False if that is not possible."""
     with small_room(room, 64 << 20) as mounted:
         fill()
         if mounted is not None:

@@ -1,5 +1,3 @@
-"""Read broken input: every mutated record must give a record with text from the input, or a one-line error."""
-
 from __future__ import annotations
 
 import json
@@ -23,7 +21,6 @@ AT_ONCE = 500
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yield every string in a JSON value, including keys."""
     values = [value]
     while values:
         value = values.pop()

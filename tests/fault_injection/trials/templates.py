@@ -1,8 +1,3 @@
-"""Hostile chat templates, which loop, use much memory, access Python internals or fail.
-
-Each must be rejected with a one-line error within a time limit, and no secret may leak.
-"""
-
 from __future__ import annotations
 
 import json
@@ -39,7 +34,6 @@ LISTED = [*PRYING, *FAILING, *ENDLESS, *EXHAUSTING]
 
 
 def source(number: int, rng: random.Random) -> tuple[str, bool]:
-    """Return a template, and whether it must be rejected."""
     if number < len(LISTED):
         # Access to internals may be refused or give an undefined value, so these templates need not be rejected.
         return f"{GOOD}{PROMPT}\n{LISTED[number]}", number >= len(PRYING)

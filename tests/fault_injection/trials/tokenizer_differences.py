@@ -1,5 +1,3 @@
-"""Compare the fast tokenizer engines with `tokenizers` on texts that are hard to split into words."""
-
 from __future__ import annotations
 
 import json
@@ -41,7 +39,6 @@ JOINED = ("\U0001f469\u200d\U0001f467", "\U0001f44d\U0001f3fd", "\U0001f1e9\U000
 
 @cache
 def by_category() -> dict[str, list[str]]:
-    """Return the characters of each general category, but only a sample of those from U+3400."""
     categories: dict[str, list[str]] = {}
     for number in range(0x110000):
         if not 0xD800 <= number < 0xE000 and (number < 0x3400 or number % 13 == 0):
@@ -91,7 +88,6 @@ def files_tried(size: int) -> list[tuple[str, bytes]]:
 
 
 def engines_of(name: str, raw: bytes) -> list[TokenizerJson]:
-    """Load the file with the engine that chatmill chooses and, if that is the compiled one, also with fastokens."""
     content = json.loads(raw)
     opened = [TokenizerJson(name, raw, content, control=[])]
     if opened[0].engine == "compiled":

@@ -1,7 +1,4 @@
-"""Mutated tokenizer files must give the ids that `tokenizers` gives for the same file, or a one-line error.
-
-If a tokenizer reports a wrong vocabulary size, ids beyond it must not be stored.
-"""
+"""If a tokenizer reports a wrong vocabulary size, ids beyond it must not be stored."""
 
 from __future__ import annotations
 
@@ -35,8 +32,6 @@ AT_ONCE = 25
 
 
 class Liar:
-    """A tokenizer that reports a wrong vocabulary size."""
-
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -46,7 +41,6 @@ class Liar:
 
 
 def mutant(good: dict[str, Any], raw: bytes, rng: random.Random) -> bytes:
-    """Return a tokenizer.json with broken bytes or with a value of another type."""
     if rng.random() < 0.5:
         return broken_bytes(raw, rng)
     value = broken_value(good, rng)
@@ -57,7 +51,6 @@ def mutant(good: dict[str, Any], raw: bytes, rng: random.Random) -> bytes:
 
 
 def attempt(path: Path) -> str:
-    """Open the tokenizer and encode a text; return a description of the fault, or an empty string."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tokenizer = open_tokenizer(path)
@@ -121,7 +114,6 @@ def _difference(one: bytes, other: bytes) -> str:
 
 
 def liars(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Use wrong vocabulary sizes, half of the time in the pipeline and half when writing directly to the store."""
     rng = random.Random(seed)
     (folder / "a.jsonl").write_bytes(lines(conversations(9, seed=seed)))
     job = job_of((str(folder / "a.jsonl"),))

@@ -1,6 +1,4 @@
-"""Kill a training run with SIGKILL at random moments: its result must equal that of an uninterrupted run.
-
-One kill in five comes within half a second of the start, the others shortly after one of the next steps. Checkpoints
+"""One kill in five comes within half a second of the start, the others shortly after one of the next steps. Checkpoints
 are written slowly, so that some kills interrupt a save.
 """
 
@@ -41,8 +39,6 @@ LATER = 0.05
 
 
 class Runs:
-    """Training runs on one dataset that differ only in name and in the kills."""
-
     def __init__(self, folder: Path, steps: int) -> None:
         from train_fixtures import run_chatmill
 
@@ -61,7 +57,6 @@ class Runs:
         train_model(config, model_name=name, out_dir=self.folder / "out", resume="auto", watch=watch, quiet=True)
 
     def killed(self, name: str, after: int, seconds: float) -> Ended:
-        """Start or resume a run, and kill it `seconds` seconds after it has made `after` steps."""
         steps_made, send_step = os.pipe()
         child = begin(lambda: self.train(name, lambda: os.write(send_step, b".")))
         os.close(send_step)

@@ -1,5 +1,3 @@
-"""Run two builds of one target at once: one must succeed, the other must be refused, and their files must not mix."""
-
 from __future__ import annotations
 
 import os
@@ -47,7 +45,6 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
         one = begin(first)
         if held:
-            # Wait until the first build is paused.
             os.read(reached, 1)
         two = begin(lambda target=target, over=over: build(jobs[1], target, overwrite=over).sha256)
         second = two.end() if held else None

@@ -1,5 +1,3 @@
-"""Send requests to a viewer while other connections send only half a request or never read the response."""
-
 from __future__ import annotations
 
 import asyncio
@@ -44,8 +42,6 @@ GOOD = [
 
 
 class Served:
-    """A running viewer, its number of descriptors without connections, and its responses to valid requests."""
-
     def __init__(self, port: int, pid: int) -> None:
         self.port, self.pid, self.descriptors = port, pid, 0
         self.answers: dict[str, bytes] = {}
@@ -58,7 +54,6 @@ class Served:
         return self._quiet > QUIET_ROUNDS
 
     async def next_piece(self, reader: asyncio.StreamReader) -> bytes:
-        """Return the next bytes, or empty bytes at the end."""
         receiving = asyncio.ensure_future(reader.read(1 << 20))
         while not (await asyncio.wait([receiving], timeout=2 * CLIENT_SECONDS))[0]:
             if self.is_stuck():
@@ -69,7 +64,6 @@ class Served:
 
 @contextmanager
 def viewer(folder: Path, client_seconds: float = CLIENT_SECONDS) -> Iterator[tuple[int, int, Path]]:
-    """Start a viewer in a separate process; yield its port, its process id, and the file with its standard error."""
     errors, reading = folder / f"stderr-{client_seconds}", os.pipe()
 
     def serve() -> None:
@@ -100,7 +94,6 @@ def viewer(folder: Path, client_seconds: float = CLIENT_SECONDS) -> Iterator[tup
 
 
 async def answer(served: Served, request: bytes) -> bytes:
-    """Return everything received until the connection ends."""
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     received = b""
     try:
@@ -201,7 +194,6 @@ async def kept_open(served: Served, begun: list[socket.socket], tally: Tally) ->
 
 
 async def flood(served: Served, tally: Tally) -> None:
-    """Open many more connections than the viewer's limit. A valid request must still be answered."""
     await begin_to_serve(served)
     begun = []
     for _ in range(4):
@@ -227,7 +219,6 @@ def threads(pid: int) -> int:
 
 
 async def begin_to_serve(served: Served) -> None:
-    """Wait until the viewer is idle, and record its responses."""
     while any(each["searched"] < each["episodes"] for each in json.loads(await body(served, "/api/progress")).values()):
         await asyncio.sleep(0.01)
     served.descriptors = descriptors(served.pid)

@@ -1,5 +1,3 @@
-"""Kill a build, and a training run with checkpoints and an audit log, with SIGKILL at every disk operation."""
-
 from __future__ import annotations
 
 import os

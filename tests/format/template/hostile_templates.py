@@ -1,5 +1,3 @@
-"""A valid template, and texts that make it hostile when appended."""
-
 from __future__ import annotations
 
 GOOD = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"

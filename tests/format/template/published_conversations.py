@@ -1,5 +1,3 @@
-"""Conversations for testing chat templates, as OpenAI-style messages."""
-
 from __future__ import annotations
 
 import copy

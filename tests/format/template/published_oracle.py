@@ -36,7 +36,6 @@ class Verdict:
     """Other valid starts of answers, in the whitespace before them."""
 
     def ways(self) -> list[list[tuple[int, int]]]:
-        """Return every valid choice of trained character ranges."""
         ways = [[]]
         for number, answer in self.answers.items():
             if answer is None:
@@ -72,7 +71,6 @@ def common(left: str, right: str) -> int:
 
 
 def header_of(reference: Reference, messages, *, tools: bool) -> str:
-    """Return the text that the generation prompt adds, or ""."""
     prompt, plain = (reference.text(messages, prompt=generation, tools=tools) for generation in (True, False))
     if not prompt.startswith(plain):
         # The generation prompt also changes earlier text, so compare only the parts after the last message text.
@@ -145,7 +143,6 @@ def best_match(reference: Reference, gap: str, header: str, *, first: bool = Fal
 
 
 def judge(reference: Reference, messages) -> Verdict:
-    """Return what the oracle requires for one conversation, or why the conversation cannot be trained on."""
     tools = with_tools(messages)
     try:
         places = locate(reference, messages, tools=tools)
@@ -262,7 +259,6 @@ def loosely_alike(reference: Reference, text: str, start: int, tail: str, least:
 
 
 def asks_for_role(reference: Reference, known: Header, header: str) -> bool:
-    """Whether the text that a prompt adds starts with the header of plain conversations."""
     if known.least:
         return header.startswith(known.least.rstrip())
     token = reference.added.match(header)

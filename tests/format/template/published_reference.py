@@ -53,7 +53,6 @@ def vocabulary() -> str:
 
 
 def write_folder(folder: Path, source: str, tokens: dict, *, generation_config: bool) -> None:
-    """Write a model folder with this template and a tokenizer that has its tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     bpe = Tokenizer.from_str(vocabulary())
     special = dict.fromkeys([*tokens["control"], tokens["bos"], tokens["eos"]])
@@ -219,7 +218,6 @@ def marked(text: str, number: int, *, first_word: bool = False) -> str:
 
 
 def unmarked(text: str) -> tuple[str, dict]:
-    """Remove the marks from a rendering, and return their positions."""
     out, places, last = [], {}, 0
     length = 0
     for match in MARK.finditer(text):
@@ -272,5 +270,4 @@ def locate(reference: Reference, messages, *, prompt: bool = False, tools: bool 
 
 
 def written_once(own: str, text: str) -> tuple[int, int] | None:
-    """Return the position of a text that is rendered unchanged, once."""
     return (text.index(own), text.index(own) + len(own)) if own and text.count(own) == 1 else None

@@ -1,5 +1,3 @@
-"""Compare chatmill with the oracle on published chat templates."""
-
 from __future__ import annotations
 
 import json
@@ -36,8 +34,6 @@ class Outcome(NamedTuple):
 
 
 class TokenBytes:
-    """The bytes of each id, read from tokenizer.json."""
-
     def __init__(self, folder: Path) -> None:
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
         others = [byte for byte in range(256) if byte not in printable]
@@ -50,7 +46,6 @@ class TokenBytes:
         return self._bytes[id]
 
     def stretches(self, ids: list[int], mask: list[bool]) -> list[str]:
-        """Return the texts that the mask includes."""
         out: list[bytes] = []
         last = False
         for id, trained in zip(ids, mask, strict=True):
@@ -117,7 +112,6 @@ def expected_mask(tokens: TokenBytes, ids: list[int], text: str, spans: list[tup
 
 
 def holds_control_text(reference: Reference, messages: Messages) -> bool:
-    """Whether a text contains a special token, or a token of the template's headers and ends."""
     texts = "\n".join(read_piece(messages, piece) for piece in pieces(messages))
     given = reference.tokens
     header = plain_header(reference).tail

@@ -1,5 +1,3 @@
-"""The TRL templates, a tokenizer with their tokens, and renderings by transformers."""
-
 from __future__ import annotations
 
 import json
@@ -33,7 +31,6 @@ TOOLS = (
 
 
 def control_strings(*sources: str) -> list[str]:
-    """Return substrings of template sources that look like control tokens."""
     return sorted({token for source in sources for token in _TOKEN.findall(source)} | {"<s>", "</s>"})
 
 
@@ -51,7 +48,6 @@ def read(name: str) -> str:
 
 @lru_cache(1)
 def trl_tokenizer() -> Path:
-    """Return one tokenizer for all TRL templates, created once per process."""
     import tempfile
 
     control = control_strings(*(path.read_text("utf-8") for path in TEMPLATES.glob("*.jinja")))
@@ -138,7 +134,6 @@ def answer(text: str, reasoning: str = "", *calls: ToolCall) -> Message:
 
 
 def trained_texts(format: TemplateRenderer, record: Record) -> dict[int, str]:
-    """Return the text of each message that is trained on."""
     rows = format.render([record])
     rows.check()
     out: dict[int, str] = {}

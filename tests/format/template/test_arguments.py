@@ -1,5 +1,3 @@
-"""Templates get the arguments of tool calls as objects if they support objects, and otherwise as text."""
-
 from __future__ import annotations
 
 import json
@@ -59,7 +57,6 @@ def test_a_template_that_cannot_render_an_object_gets_the_text_of_the_record(tmp
             f"<|user|>Rain?<|end|><|assistant|><call>{expected}</call><|end|><|tool|>no<|end|><|assistant|>No.<|end|>"
         )
         assert format.text(record) == text
-        # The first renderings are derived; the last one is replayed from the cache.
         for _ in range(3):
             rows = format.render([record])
             assert format.tokenizer.decode(rows.ids.tolist()) == text

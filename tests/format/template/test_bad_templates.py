@@ -1,5 +1,3 @@
-"""Every bad template gives a one-line error with its location."""
-
 from __future__ import annotations
 
 import json

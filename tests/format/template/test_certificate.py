@@ -1,5 +1,3 @@
-"""Certificates of chat templates."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Random conversations: cached traces, ids of transformers, and answers that do not depend on other messages."""
-
 from __future__ import annotations
 
 from functools import lru_cache

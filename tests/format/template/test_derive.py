@@ -1,5 +1,3 @@
-"""The two derivations of an answer must agree in every character."""
-
 from __future__ import annotations
 
 import ast

@@ -1,5 +1,3 @@
-"""Tokens at the boundaries of answers."""
-
 from __future__ import annotations
 
 import io

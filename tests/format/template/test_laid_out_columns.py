@@ -1,5 +1,3 @@
-"""Conversations in columns give the same rows, notes and errors as records that are derived one by one."""
-
 from __future__ import annotations
 
 import json
@@ -57,7 +55,6 @@ def written(records: list[dict]) -> Path:
 
 
 def outcome(renderer: TemplateRenderer, records) -> tuple:
-    """Return the rows, the ledger's notes, and the errors of the records that cannot be rendered."""
     faults: list[str] = []
     ledger = Ledger()
     if not isinstance(records, LaidOutColumns):

@@ -1,5 +1,3 @@
-"""The check behind certificates detects faults planted in valid rows."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -26,7 +24,6 @@ INST = """{{- bos_token -}}{%- for m in messages -%}
 
 
 def with_mask(rows, mask):
-    """Return the row with another mask, as spans of one token each."""
     spans = rows.spans.take(np.repeat(np.arange(len(rows.spans)), rows.spans["length"]))
     spans["length"], spans["weight"] = 1, mask
     return replace(rows, spans=spans, first_span=np.array([0, len(spans)]))
@@ -79,7 +76,6 @@ def test_a_header_or_a_word_of_another_message_inside_an_answer_is_found(tmp_pat
         rows.spans["message"] = np.where((np.arange(len(mask)) >= first) & (np.arange(len(mask)) < stop), 1, message)
         answer = seen.check.answers(TURNS, rows, text)[0]
         assert answer.faults or not seen.is_ended(answer)
-        # The error names the word of the question that is in the mask.
         if "Second" in answer.text:
             assert any('"second" of message 2 (user)' in fault for fault in answer.faults)
         if "<|im_start|>user" in answer.text:

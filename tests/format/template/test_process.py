@@ -1,5 +1,3 @@
-"""The locked-down process that runs templates."""
-
 from __future__ import annotations
 
 import os

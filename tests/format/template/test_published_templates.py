@@ -41,7 +41,6 @@ TOKENS = {
 
 
 def listed() -> dict[tuple[str, str], tuple[str, str]]:
-    """Return the verdict and kind of all results that are not exact, by template and conversation."""
     out = {}
     for line in TABLE.read_text("utf-8").splitlines():
         reason, names = line.split(": ")
@@ -83,7 +82,6 @@ def chatml(tmp_path):
 
 
 def trained_by(chatml, name, change):
-    """Return the outcome of a conversation after `change` is applied to chatmill's ids and mask."""
     renderer = open_renderer("template", str(chatml), template=TemplateOptions())
     reference, tokens = Reference(chatml, CHATML, TOKENS), TokenBytes(chatml)
     messages = conversation(name, TOKENS)

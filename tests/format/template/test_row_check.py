@@ -1,5 +1,3 @@
-"""The row check detects derivations that are off by one token or header."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -32,7 +30,6 @@ def opened(name: str) -> TemplateRenderer:
 
 
 def with_fault(renderer: TemplateRenderer, fault: str, derived: DerivedAnswers) -> DerivedAnswers:
-    """Return the derivation with one wrong boundary of the first or last answer."""
     if len(derived.answers) < 2:
         return derived
     text, last = derived.rendering.text, derived.answers[-1]

@@ -1,5 +1,3 @@
-"""Templates in the sandbox render the same text as in transformers, or fail."""
-
 from __future__ import annotations
 
 import copy
@@ -203,7 +201,6 @@ SAFE = (
 
 @pytest.mark.parametrize("expression", SAFE)
 def test_a_safe_text_escapes_what_it_is_joined_with_as_in_transformers(expression):
-    """The text is rendered, traced, and replayed from the trace of another text."""
     source = "{{ " + expression + " }}"
     content, other = '"a" <i>&amp;\'é', "ba <z>"
     expected = _compile_jinja_template(source).render(content=content)

@@ -1,5 +1,3 @@
-"""Rendering in slices on several threads: the result does not depend on the number of threads."""
-
 from __future__ import annotations
 
 import _thread

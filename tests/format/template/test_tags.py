@@ -1,5 +1,3 @@
-"""`--mask tags`: the mask contains the text inside generation tags, as in transformers."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""`train_ranges` with chat templates, compared with the offsets that `tokenizers` reports."""
-
 from __future__ import annotations
 
 import json
@@ -36,7 +34,6 @@ def conversation(text: str, ranges: object, flag: float | None = None) -> Record
 
 
 def check_weights(renderer: TemplateRenderer, engine: tokenizers.Tokenizer, rng: random.Random, text: str) -> int:
-    """Compare one row with the offsets of `tokenizers`; return the number of split tokens."""
     flag, train_on = rng.choice([None, None, 0, 0.25]), rng.choice(["assistant", "last", "all"])
     ranges = random_ranges(rng, len(text))
     plain, ranged = conversation(text, (), flag), conversation(text, ranges, flag)

@@ -1,5 +1,3 @@
-"""Added tokens in message text: special tokens and header tokens are encoded as text, all others as tokens."""
-
 from __future__ import annotations
 
 import json
@@ -106,7 +104,6 @@ TEXTS = [
 
 @cache
 def folder(kind: str, normalizer: str = "NFC") -> str:
-    """Write a byte-level BPE tokenizer with special tokens, tags and headers."""
     path = Path(mkdtemp())
     made = Tokenizer.from_buffer(
         train_bpe(["the user asks, the assistant answers"] * 4, vocab_size=400, control=SPECIAL)
@@ -148,7 +145,6 @@ def rows_of(renderer: TemplateRenderer, *records: Record) -> Rows:
 
 
 def conversations(tokens: list[str], *, calls: bool = True) -> st.SearchStrategy[Record]:
-    """Generate conversations whose texts contain these tokens and pieces of tokens."""
     texts = st.lists(st.sampled_from([*tokens, *TEXTS]), min_size=1, max_size=6).map("".join).filter(str.strip)
 
     @st.composite
@@ -174,7 +170,6 @@ LAST = """{%- for message in messages -%}
 {%- if message.role == 'assistant' -%}{{- '[INST]' + message.content + ('</think>' if loop.last else '[/INST]') -}}
 {%- else -%}{{- 'Q: ' + message.content + '\\n' -}}{%- endif -%}
 {%- endfor -%}{%- if add_generation_prompt -%}{{- '[INST]' -}}{%- endif -%}"""
-# The template rejects every conversation that starts with a user or system message.
 REFUSES = """{{- raise_exception('no') if messages[0].role in ('user', 'system') else '<think>' -}}"""
 # The template accepts only one exchange, and its prompt ends with a tag that rows do not contain.
 ONCE = """{%- if messages | length > 2 -%}{{- raise_exception('one exchange') -}}{%- endif -%}
@@ -218,7 +213,6 @@ def test_ids_match_transformers(template, kind, data):
 
 
 def spans_of(renderer: TemplateRenderer, rows: Rows) -> list[tuple[int, ...]]:
-    """Return the role, part, message and weight of each character of a row."""
     out: list[tuple[int, ...]] = []
     fields = ("role", "part", "message", "weight")
     for span, start, stop in zip(rows.spans, rows.span_start[:-1], rows.span_start[1:], strict=True):

@@ -1,5 +1,3 @@
-"""Traced strings behave like plain strings, and each character of a field keeps its origin."""
-
 from __future__ import annotations
 
 from hypothesis import given, settings
@@ -23,7 +21,6 @@ QUESTIONS = st.tuples(st.sampled_from(["startswith", "endswith", "find", "count"
 
 
 def program(texts, steps):
-    """Apply the steps to plain or traced strings; return the final value, and all comparisons and searches."""
     value, asked = texts[0], []
     for number, (kind, step) in enumerate(steps):
         if kind == "join":

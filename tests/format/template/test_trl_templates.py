@@ -1,5 +1,3 @@
-"""All TRL templates: ids match transformers, and the mask contains exactly what the model must generate."""
-
 from __future__ import annotations
 
 import importlib.util
@@ -107,7 +105,6 @@ def test_ids_and_text_match_transformers(name):
     format = trl_format(name, allow_no_end_token=name in NO_END)
     for kind, record in supported(name).items():
         assert format.text(record) == peer_text(format, record), kind
-        # The first renderings are derived. The last one is replayed from the cache.
         ids = peer_ids(format, record)
         for _ in range(3):
             # Rendering also runs the check that test_row_check.py tests.
@@ -171,7 +168,6 @@ def test_tool_calls_that_a_template_cannot_render_are_rejected_instead_of_lost(n
         format.lay_out(CONVERSATIONS["tools"])
 
 
-# `make templates` makes the whole table.
 IN_THE_TABLE = [
     name
     for at, name in enumerate(ORIGINALS)
@@ -181,7 +177,6 @@ IN_THE_TABLE = [
 
 @pytest.fixture(scope="module")
 def table():
-    """Import the script that makes the table in the docs; return it and its lines for some of the templates."""
     path = ROOT / "scripts" / "template_table.py"
     spec = importlib.util.spec_from_file_location("template_table", path)
     module = importlib.util.module_from_spec(spec)
@@ -222,7 +217,6 @@ def test_the_page_on_templates_has_the_table_that_the_command_prints(table):
     assert certified == 40
     assert f"\n{certified} of {len(ORIGINALS)} templates pass `certify`. Both methods find answers in " in page
     made = module.markdown(lines)
-    # The totals at the top of the table cover all templates.
     head, _, rows = made.partition("|---|---|---:|---:|---|\n")
     assert head.split("\n", 1)[1] in page
     rows, _, refusals = rows.partition("\n\n")

@@ -1,5 +1,3 @@
-"""Templates that drop earlier reasoning: after unrolling, each answer is trained on once, in its original context."""
-
 from __future__ import annotations
 
 import pytest

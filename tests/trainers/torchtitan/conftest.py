@@ -9,7 +9,6 @@ from trainer_fixtures import free_port
 
 @pytest.fixture(scope="session", autouse=True)
 def one_rank():
-    """Set torchrun's variables for one rank, and destroy torchtitan's process group at the end of the session."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     yield
     if dist.is_initialized():

@@ -37,7 +37,6 @@ with warnings.catch_warnings():
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, *, block_mask: BlockMask, scale: float | None, enable_gqa: bool, **_: Any
 ) -> tuple[Tensor, None]:
-    """Compute the result of `flex_attention` with dense attention."""
     rows, length = query.shape[0], query.shape[2]
     mask = create_mask(block_mask.mask_mod, rows, 1, length, length, device="cpu")
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)

@@ -1,5 +1,3 @@
-"""The examples of the section on torchtitan run with its own trainer."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""torchtitan's own trainer with chatmill's data: rows and losses equal those of chatmill, even after resuming."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -24,7 +22,6 @@ SHORT = {"dp_world_size": 1, "dp_rank": 0, "seq_len": 128, "local_batch_size": 4
 
 
 def assert_own(batches: list[dict[str, np.ndarray]], own: list[dict[str, np.ndarray]], parts: int = 1) -> None:
-    """Assert that every `parts` consecutive batches of torchtitan together equal one batch of chatmill's own loop."""
     assert len(batches) == len(own) * parts
     for number, arrays in enumerate(own):
         of_step = batches[number * parts : (number + 1) * parts]
@@ -37,7 +34,6 @@ def assert_own(batches: list[dict[str, np.ndarray]], own: list[dict[str, np.ndar
 
 @pytest.fixture(scope="module")
 def plain_loop(plain):
-    """Compare the losses of a run with `plain_losses`, which is called once for each set of initial weights."""
     results: list[tuple[dict[str, torch.Tensor], list[float]]] = []
 
     def compare(run: dict) -> None:
@@ -55,7 +51,6 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def plain_losses(dataset, weights: dict[str, torch.Tensor]) -> list[float]:
-    """Return the losses of a loop in plain torch. The model gets each conversation alone, without padding."""
     model = small_llama().build()
     model.init_weights(buffer_device=None)
     model.load_state_dict(weights)
@@ -110,7 +105,6 @@ def test_two_ranks_train_the_same_and_resume_on_one(plain, plain_loop, tmp_path)
     assert (result.fault, result.steps) == (None, 50 + 45 - (STEPS + 1))
     assert "ranks=all" in log.read_text()
 
-    # One rank resumes from the checkpoint of two ranks.
     one = train(plain, PACKED, steps=45, folder=tmp_path, interval=500, load_step=STEPS + 1)
     assert_own(one["batches"], own_batches(plain, PACKED, 45)[STEPS + 1 :])
     np.testing.assert_allclose(one["losses"], runs[0][0]["losses"][STEPS + 1 : 45], rtol=0, atol=1e-5)

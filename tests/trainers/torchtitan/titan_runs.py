@@ -1,5 +1,3 @@
-"""Runs of torchtitan's trainer with `EpisodeDataLoader` that record the batches."""
-
 from __future__ import annotations
 
 import logging
@@ -75,7 +73,6 @@ def small_llama() -> Llama3Model.Config:
 def trainer_config(
     dataset: Path, load: Mapping[str, Any], *, steps: int, folder: Path, **settings: Any
 ) -> Trainer.Config:
-    """Return the config of a run in float32, with AdamW at a constant learning rate."""
     spec = model_registry("debugmodel")
     spec.model = small_llama()
     titan = {"local_batch_size": load["batch_size"], "global_batch_size": -1, **settings.pop("training", {})}
@@ -110,13 +107,10 @@ def trainer_config(
 
 
 def whole(weight: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a weight, gathered from all ranks."""
     return weight.full_tensor().clone() if isinstance(weight, DTensor) else weight.clone()
 
 
 class Recorder(Trainer):
-    """torchtitan's trainer, extended to record the batches and losses of each step on this rank."""
-
     def __init__(self, config: Trainer.Config) -> None:
         super().__init__(config)
         for module in self.model_parts[0].modules():
@@ -135,7 +129,6 @@ class Recorder(Trainer):
 
 
 def train(dataset: Path, load: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
-    """Return the batches and losses of a torchtitan run on this rank."""
     trainer = Recorder(trainer_config(dataset, load, **settings))
     trainer.train()
     trainer.dataloader.close()
