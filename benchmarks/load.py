@@ -253,7 +253,7 @@ def one_shape(dataset: Path, shape: Shape, runs: int, folder: Path) -> tuple[lis
     loader.close()
     logged.close()
     return [
-        (f"{shape.name}: conversations in the peer's batches that differ, of {seen}", f"{differ}"),
+        (f"{shape.name}: conversations of the peer that differ from the dataset, of {seen}", f"{differ}"),
         ("  chatmill", f"{shown['ours']} per batch, {speed['ours'] / 1e6:.1f} Mtok/s"),
         ("  chatmill with an audit log", f"{shown['logged']} per batch, {speed['logged'] / 1e6:.1f} Mtok/s"),
         ("  datasets with TRL's collator", f"{shown['peer']} per batch, {speed['peer'] / 1e6:.3f} Mtok/s"),
@@ -323,7 +323,7 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--billion", action="store_true", help="also measure a loader over a billion episodes")
-    parser.add_argument("--side", choices=("chatmill", "peer"), help="run only this side of a --shape, once")
+    parser.add_argument("--side", choices=("chatmill", "peer"), help="run only chatmill or the peer, once, with this --shape")
     parser.add_argument("--shape", type=int, default=0)
     parser.add_argument("--dataset", type=Path)
     parser.add_argument("--json", action="store_true")

@@ -65,7 +65,7 @@ def main() -> int:
     options.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options.add_argument("--rows", type=int, default=1_000_000, help="number of lengths to plan")
     options.add_argument("--runs", type=int, default=7, help="number of runs of chatmill; the median is reported")
-    options.add_argument("--side", choices=tuple(SIDES), help="run only this side, once, without output")
+    options.add_argument("--side", choices=tuple(SIDES), help="run only this function, once, without output")
     chosen = options.parse_args()
     if chosen.side:
         SIDES[chosen.side](chosen.rows)

@@ -165,12 +165,12 @@ def forked(*works: Callable[[], Callable[[], object]]) -> float:
         children.append(child)
     os.close(ready[1])
     if not all(os.read(ready[0], 1) for _ in works):
-        raise SystemExit("a bare part failed")
+        raise SystemExit("a process that measures the floor failed")
     started = time.perf_counter()
     os.write(go, b"g" * len(works))
     for child in children:
         if os.waitpid(child, 0)[1]:
-            raise SystemExit("a bare part failed")
+            raise SystemExit("a process that measures the floor failed")
     taken = time.perf_counter() - started
     for end in (ready[0], waits, go):
         os.close(end)
@@ -225,9 +225,9 @@ def main() -> None:
         default="qwen2_5",
         help="TRL template for --format template; TRL must have it with and without generation tags",
     )
-    parser.add_argument("--no-trl", action="store_true", help="skip the peer, which takes minutes")
-    parser.add_argument("--side", choices=("chatmill", *PEERS), help="run only this side, once, to measure its memory")
-    parser.add_argument("--processes", type=int, default=PROCESSES, help="number of processes of a peer with --side")
+    parser.add_argument("--no-trl", action="store_true", help="skip the peers, which take minutes")
+    parser.add_argument("--side", choices=("chatmill", *PEERS), help="run only chatmill or this peer, once, to measure its memory")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="number of processes of the peer in --side")
     parser.add_argument("--folder", type=Path, help="output folder for --side")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

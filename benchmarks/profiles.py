@@ -45,7 +45,7 @@ PARTS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--side", choices=("load",), help="run only this part, on the dataset of --dataset")
+    parser.add_argument("--side", choices=("load",), help="run only this part, on the dataset given by --dataset")
     parser.add_argument("--dataset", type=Path)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

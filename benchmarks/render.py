@@ -157,7 +157,7 @@ def main() -> None:
         default="qwen2_5",
         help="TRL template for --format template; TRL must have it with and without generation tags",
     )
-    parser.add_argument("--side", choices=("chatmill", "peer"), help="run only this side, once, without output")
+    parser.add_argument("--side", choices=("chatmill", "peer"), help="run only chatmill or the peer, once, without output")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     data = chosen(args)
@@ -195,10 +195,10 @@ def main() -> None:
         + machine(*packages),
         [
             (
-                f"rows whose ids, and whose masks, differ from transformers, of {len(few):,}",
+                f"rows with other ids than in transformers, rows with another mask, of {len(few):,}",
                 f"{differ['ids_differ']}, {differ['masks_differ']}",
             ),
-            ("tokens that only one side trains", str(differ["trained_by_one"])),
+            ("tokens that only one mask includes", str(differ["trained_by_one"])),
             ("fastokens, encoding the same texts", f"{seconds['encode']:.2f} s"),
             ("chatmill render", f"{seconds['render']:.2f} s, {speed / 1e6:.1f} Mtok/s"),
             ("speed relative to bare encoding" + (" (target 0.75)" if named == "chatml" else ""), f"{share:.2f}"),

@@ -59,9 +59,9 @@ def main() -> int:
         ("python -c ''", f"{figures['python_s']:.3f} s"),
         ("chatmill --help", f"{figures['help_s']:.3f} s (target {HELP_S})"),
         (f"chatmill prepare of {RECORDS} records, empty cache", f"{figures['cold_s']:.3f} s"),
-        ("chatmill prepare of {RECORDS} records, filled cache", f"{figures['prepare_s']:.3f} s (target {PREPARE_S})"),
+        (f"chatmill prepare of {RECORDS} records, filled cache", f"{figures['prepare_s']:.3f} s (target {PREPARE_S})"),
     ]
-    title = f"start-up, a vocabulary of {VOCABULARY:,}; {machine('typer', 'numpy')}"
+    title = f"start-up with a vocabulary of {VOCABULARY:,}; {machine('typer', 'numpy')}"
     report(title, lines, figures, as_json=args.json)
     return 0 if figures["help_s"] < HELP_S and figures["prepare_s"] < PREPARE_S else 1
 

@@ -37,7 +37,7 @@ def main() -> None:
                 f"number of certified templates, of {len(found)} (target 37 of 41)",
                 f"{len(found) - len(refused)}; not certified: {', '.join(refused)}",
             ),
-            ("share in which both methods find answers (target: half)", f"{both}"),
+            ("number of templates in which both methods find answers (target: half)", f"{both}"),
         ],
         {
             "templates": len(found),

@@ -1,6 +1,7 @@
-/* A preloaded library that makes one C library call fail; it does nothing until `faults_arm` is called.
+/* A preloaded library that makes chosen C library calls fail. It does nothing until `faults_arm` is called.
 
-   Only calls on paths or descriptors below one folder are counted, so the call numbers do not depend on files that Python or a library opens elsewhere. The counters are in memory that is shared with forked children. */
+   Only calls on paths or descriptors below one folder are counted, because Python and libraries also open other files.
+   The counters are in memory that is shared with forked children. */
 
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -27,7 +28,7 @@ struct control {
     int kind;      /* kind of call that fails; -1 counts calls without failing any */
     int error;     /* errno, or SHORT to read or write only part of the bytes */
     int forever;   /* whether all later calls of this kind fail too */
-    long at;       /* number of the first call that fails, starting at 1 */
+    long at;       /* index of the first call that fails, starting at 1 */
     long counts[KINDS];
     long failed;
     char path[PATH_MAX]; /* path of the first call that failed */
@@ -42,7 +43,7 @@ static void *next(const char *name) { return dlsym(RTLD_NEXT, name); }
     static result (*real)(__VA_ARGS__);                                                                                \
     if (!real) real = (result(*)(__VA_ARGS__))next(#name)
 
-/* Count and fail calls on paths below `root`; `kind` -1 only counts them. */
+/* Count calls on paths below `root`, and make some fail; `kind` -1 only counts. */
 int faults_arm(const char *root, int kind, long at, int error, int forever) {
     REAL(void *, mmap, void *, size_t, int, int, int, off_t);
     if (!control) {
@@ -67,7 +68,6 @@ const char *faults_path(void) { return control ? control->path : ""; }
 
 static int armed(void) { return control && control->root[0]; }
 
-/* Read the target of a /proc link; return 0 if it cannot be read. */
 static int target_of(const char *link, char *out) {
     ssize_t size = readlink(link, out, PATH_MAX - 1);
     if (size < 0) return 0;
@@ -94,7 +94,7 @@ static int of_name(int folder, const char *name, char *out) {
     return 1;
 }
 
-/* Count this call if its path is below the folder, and return whether it must fail. */
+/* Count this call if its path is below the root, and return whether it must fail. */
 static int fails(int kind, const char *path) {
     size_t size = strlen(control->root);
     if (strncmp(path, control->root, size) || (path[size] && path[size] != '/')) return 0;

@@ -1,4 +1,6 @@
-/* Print the hashes of pairs of messages: sha256 [plain]. A pair on stdin consists of two lengths as int64, followed by both messages. */
+/* Print the hashes of pairs of messages: `sha256 [plain]`.
+
+   A pair on stdin consists of two lengths as int64, followed by both messages. */
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,10 +1,11 @@
-/* Split texts into words like `_bpe.c`, without Python, so that the code can be tested on any processor, including an
-   emulated one.
+/* Split texts into words like `_bpe.c`, without Python, so that the code can be tested on emulated processors too.
 
        split_words PATTERN CLASSES < texts > words
 
-   CLASSES is a file with the class of every character. Each text is preceded by its size as a uint32. For each text, the program writes the number of words and the end of each word as uint32, or UINT32_MAX if the text is left to the caller. Every text
-   is split twice, 64 bytes at a time and one word at a time; the exit code is 3 if the results differ. Memory after the last readable byte is protected. */
+   CLASSES is a file with the class of every character. Each text is preceded by its size as a uint32. For each text,
+   the program writes the number of words and the end of each word as uint32, or UINT32_MAX if the caller must split it.
+   Every text is split twice, 64 bytes at a time and one word at a time; the exit code is 3 if the results differ.
+   Memory after the last readable byte is protected. */
 
 #include <stdio.h>
 #include <stdlib.h>
