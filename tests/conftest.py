@@ -28,7 +28,7 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
-# A shell makes background processes ignore Ctrl-C, and child processes inherit this. Some tests must interrupt theirs.
+# A shell makes background processes ignore Ctrl-C. Child processes would inherit this, but some tests interrupt them.
 for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(ignored) == signal.SIG_IGN:
         signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
@@ -82,7 +82,8 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 class FilesAndPages(LoadScopeScheduling):
-    """Run the tests of a file in one process, because they share fixtures. Split up only the long tests of docs pages.
+    """Run the tests of a file in one process, because they share fixtures. The long tests of docs pages are distributed
+    one by one.
 
     Files that start Ray run one after the other: two clusters that start at the same time can deadlock.
     """
@@ -93,8 +94,8 @@ class FilesAndPages(LoadScopeScheduling):
             return nodeid
         return "ray" if "prepare/test_ray" in file else file
 
-    # The methods below avoid two bugs in xdist 3.8. It raises KeyError if it schedules work for a process that is still
-    # collecting tests, and it repeats a test that crashed a process.
+    # The methods below avoid two bugs in xdist 3.8. xdist raises KeyError if it schedules work for a process that is
+    # still collecting tests, and it repeats a test that crashed a process.
 
     def _reschedule(self, node):
         if node in self.registered_collections:

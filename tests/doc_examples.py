@@ -1,10 +1,10 @@
 """Run examples in Markdown pages: find the fenced blocks, run them, and compare their output.
 
-console   `$ command` lines, run by sh in one folder per page, in order; the lines below a command are its output.
-          `$ command  # exit 1` means that the command exits with status 1.
-python    Executed; the blocks of a page share one namespace, and share their folder with the console blocks.
-text      Directly after a python block, without a heading between them: the output of that block.
-sh        Shown, but not run: only for commands that set up a machine (see DISPLAY_ONLY).
+    console   `$ command` lines, run by sh in one folder per page; the lines below a command are its output.
+              `$ command  # exit 1` means that the command exits with status 1.
+    python    Executed; the blocks of a page share one namespace, and share their folder with the console blocks.
+    text      Directly after a python block, without a heading between them: the output of that block.
+    sh        Shown, but not run: only for commands that set up a machine (see DISPLAY_ONLY).
 
 In shown output, a line `…` matches any lines, and `…` or `...` inside a line matches any text.
 """

@@ -30,7 +30,10 @@ OPERATIONS = (
 
 
 class KilledAt(Disk):
-    """Kills the process at operation `at`, or only counts operations if `at` is 0. A write stops halfway."""
+    """Kills the process at operation `at`, or only counts operations if `at` is 0.
+
+    If that operation is a write, half of the data is written first.
+    """
 
     def __init__(self, at: int = 0) -> None:
         self.at, self.count = at, 0

@@ -87,7 +87,9 @@ def ways(counts: dict[str, int], *, each: bool) -> list[Failure]:
 
 @contextmanager
 def armed(root: Path, failure: Failure | None = None) -> Iterator[None]:
-    """Count calls on paths below `root`, in this process and in forked processes. Make those of `failure` fail."""
+    """Count calls on paths below `root`, in this process and in forked processes. With `failure`, make the chosen calls
+    fail.
+    """
     kind, at, error = (KINDS.index(failure.kind), failure.at, failure.error) if failure else (-1, 0, 0)
     if _shim().faults_arm(os.fsencode(root), kind, at, error, int(bool(failure and failure.forever))):
         raise MemoryError("the shim could not allocate shared memory")

@@ -164,7 +164,7 @@ def limited(work: Callable[[], Any], room: int) -> Callable[[], Any]:
 
 
 def load_torch() -> None:
-    """Import torch before forking, so that children need not import it. Nothing may be computed with it here."""
+    """Import torch before forking, so that children need not import it. This process must not compute with torch."""
     import torch
     import torch._dynamo
 

@@ -31,7 +31,7 @@ JSON = ("config.json", "generation_config.json")
 
 
 def opened(world: World, settings: dict[str, Any], compute: torch.dtype | None = None) -> CausalModel:
-    """Load the model of a config in shards. Until then, only adapters may have memory."""
+    """Load the model of a config in shards. Before that, its parameters have no memory, except adapters."""
     made = open_for_shards(config(parallel="fsdp", **settings), VOCAB, compute=compute, world=world)
     assert made.note is None, made.note
     assert all(each.is_meta or "lora_" in name for name, each in made.model.named_parameters())

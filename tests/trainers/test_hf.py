@@ -340,4 +340,4 @@ def test_a_run_that_failed_resumes_in_the_same_process_with_its_log(plain, model
         trainer.train()
     train(make_trainer(rows, model_folder, tmp_path), resume=tmp_path / "checkpoint-2")
     result = verified(tmp_path / "audit")
-    assert (result.fault, result.steps) == (None, 7)  # the third step was trained twice
+    assert (result.fault, result.steps) == (None, 7)  # the third step ran twice

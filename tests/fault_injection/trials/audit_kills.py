@@ -1,4 +1,4 @@
-"""After every kill, the log must verify against the dataset and the saved state, and both must be at the same step."""
+"""After every kill, the log must verify, and must be at the same step as the saved state."""
 
 from __future__ import annotations
 

@@ -83,8 +83,6 @@ def one_line(ended: Ended) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """A command, the contents of the folder in which it runs, and checks of that folder afterwards."""
-
     name: str
     place: Path
     """Folder in which the command runs; it is copied from `before` for each attempt."""

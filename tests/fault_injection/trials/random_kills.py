@@ -83,7 +83,7 @@ def killed(build: Build, rng: random.Random, *flags: str, late: bool) -> bool:
 
 
 def state(build: Build, old: str | None) -> str:
-    # A replacement may have been killed between two renames. The next command would recover it.
+    # A replacement may have been killed between two renames, which the next command repairs.
     recover(build.target)
     if not build.target.exists():
         return "absent" if old is None else "the old dataset is gone"

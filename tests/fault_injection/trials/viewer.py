@@ -72,7 +72,7 @@ def viewer(folder: Path, client_seconds: float = CLIENT_SECONDS) -> Iterator[tup
         from chatmill.show.dataset import open_view
         from chatmill.show.viewer import Viewer
 
-        # The runner's signal handlers are inherited.
+        # This process inherits the runner's signal handlers.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY, 0o600), 2)
         connections.CLIENT_SECONDS, connections.MAX_CONNECTIONS = client_seconds, MAX_CONNECTIONS
@@ -161,7 +161,7 @@ async def half_open(port: int, data: bytes) -> socket.socket:
 
 
 async def wave(served: Served, requests: list[Hostile], rng: random.Random, tally: Tally) -> None:
-    """Send valid and hostile requests while half-open connections exist; these must be closed."""
+    """Send valid and hostile requests while half-open connections exist. The viewer must close these connections."""
     begun = [await half_open(served.port, HALF_OPEN[number % len(HALF_OPEN)]) for number in range(AT_ONCE)]
     begun.append(await half_open(served.port, UNREAD))
     room = asyncio.Semaphore(AT_ONCE)

@@ -240,8 +240,8 @@ def behind_header(reference: Reference, text: str, start: int, stop: int) -> int
 
 
 def loosely_alike(reference: Reference, text: str, start: int, tail: str, least: int) -> int | None:
-    """Return where a row diverges from the end of a prompt, ignoring whitespace; None if under `least` characters
-    match.
+    """Return where a row diverges from the end of a prompt, ignoring whitespace. Return None if fewer than `least`
+    characters match.
     """
     at, in_tail = start, 0
     for character in re.finditer(r"\S", tail):

@@ -97,7 +97,7 @@ class Reference:
                     text = self.text(CONVERSATIONS["tool"], style=style)
                 except Exception:
                     continue
-                # A template that renders objects as Python repr does not support them.
+                # A template that renders arguments as a Python repr does not support objects.
                 if "Lisboa" in text and "{'city': 'Lisboa'}" not in text:
                     return style
         for style in (Style(), Style(parts=True)):
