@@ -67,7 +67,6 @@ def _bar(line: Line, y: float, at) -> list[str]:  # type: ignore[no-untyped-def]
 
 
 def _training(results: Results) -> list[Line]:
-    """Compare chatmill's own model with peers at the same precision, and with common setups."""
     found = {name: one for name, one in results.get("gpu", {}).items() if "error" not in one}
     if (ours := found.get("0.6b-own-adamw")) is None:
         return []

@@ -80,7 +80,6 @@ def main() -> int:
 
 
 def build(job: Job, renderer: Renderer, folder: Path, workers: int) -> dict[str, Any]:
-    """Time one build; return its seconds, and the CPU seconds of the main process and their share of all CPU time."""
     shutil.rmtree(folder / "dataset", ignore_errors=True)
     os.sync()
     before, began = times(), time.perf_counter()

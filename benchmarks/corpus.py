@@ -39,7 +39,6 @@ SCRIPTS = [
 
 
 def prose_and_code(rng: random.Random) -> tuple[list[str], list[str]]:
-    """Return paragraphs of docstrings, and pieces of source code."""
     prose, code = [], []
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(
@@ -142,7 +141,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(args: argparse.Namespace) -> Data:
-    """Return the files from the command line, or generated ones."""
     DATA.mkdir(exist_ok=True)
     tokenizer = args.tokenizer or tokenizer_file()
     if args.input is None:
@@ -152,7 +150,6 @@ def chosen(args: argparse.Namespace) -> Data:
 
 
 def options_of(data: Data) -> list[str]:
-    """Return the command-line flags that select these files in another process."""
     return ["--input", str(data.path), "--tokenizer", str(data.tokenizer)]
 
 

@@ -78,7 +78,7 @@ def _kind(frame: str) -> str:
 
 
 def hottest(stacks: dict[str, int], count: int = 8) -> list[tuple[str, float, float]]:
-    """Return the functions with the most samples, with their shares without and with callees."""
+    """Return the functions with the most samples, with their own share and the share including callees."""
     own, whole = Counter[str](), Counter[str]()
     for stack, samples in stacks.items():
         frames = stack.split(";")

@@ -18,7 +18,6 @@ GPU, PAGE = HERE / "results" / "gpu.json", HERE.parent / "docs" / "explanation" 
 
 
 def kept() -> dict[str, Found]:
-    """Return the stored results by line name."""
     return dict(json.loads(GPU.read_text("utf-8")))
 
 

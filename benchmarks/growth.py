@@ -100,8 +100,6 @@ def opening(dataset: Path) -> dict[str, float]:
 
 
 def verifying(dataset: Path) -> dict[str, float]:
-    """Return the seconds of the quick check, the full check and, for comparison, hashing every file."""
-
     def bare() -> None:
         for path in dataset.rglob("*"):
             if path.is_file():

@@ -8,7 +8,7 @@ chatmill and the peer load shuffled batches of the same rows, without worker pro
 packed (best fit decreasing) and masked beforehand; chatmill does this while it loads. A batch of chatmill contains x,
 y, loss mask, weights, positions, segments and episode ids. A batch of the peer contains ids and labels, and either the
 attention mask or, for varlen attention, positions and sequence lengths. The benchmark first checks that chatmill and
-the peer produce the same tokens and labels. Memory is measured in a separate process for each.
+the peer produce the same tokens and labels. Memory is measured in separate processes.
 """
 
 from __future__ import annotations
@@ -281,7 +281,6 @@ def one_shape(dataset: Path, shape: Shape, runs: int, folder: Path) -> tuple[lis
 
 
 def counted_tokens(rows: Any, shape: Shape) -> float:
-    """Return the mean number of tokens per batch of the peer."""
     import pyarrow.compute as pc
 
     return float(pc.mean(pc.list_value_length(rows.data.column("input_ids"))).as_py()) * shape.batch_size

@@ -62,7 +62,6 @@ def memory_of(leader: int) -> int:
 
 
 def own_peak() -> int:
-    """Return the peak memory of this process in bytes."""
     return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 

@@ -8,9 +8,12 @@ for fine-tuning. `train` requires only numpy, torch and safetensors (torchao for
 
 1. Train a GPT of 34 M parameters on the sources with adamw. The learning rate is constant until the validation loss
    has not fallen by FALL nats in PATIENCE evaluations, and then decays to zero.
+
 2. Select a learning rate for adamw, adafactor and muon on the tuning split. adamw8bit, adamw_bf16 and fp8 use that of
    adamw.
+
 3. Fine-tune that model with each optimizer and three seeds, which set the data order and the rounding.
+
 4. Compare the validation losses with those of adamw with the same seed. The mean difference may be at most MOST nats.
 
 "nearest" is the control: AdamW on bfloat16 weights, rounded to nearest. No limit applies to the control. Each result is
@@ -69,7 +72,6 @@ SMALL = Size({"n_layer": 2, "n_embd": 64, "n_head": 2, "n_ffn": 128}, 4, 32, 2, 
 
 
 def prepare(folder: Path, conversations: Sequence[Path], *, megabytes: float) -> None:
-    """Write the token files of all splits, and metadata that says how they were generated."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     sources = list(_sources(int(megabytes * 1e6)))
@@ -128,7 +130,6 @@ def _sources(limit: int) -> Iterator[str]:
 
 
 def _prose(conversations: Sequence[Path]) -> Iterator[str]:
-    """Yield the texts of conversations, and the descriptions of installed packages."""
     import sysconfig
 
     for path in conversations:
@@ -260,7 +261,6 @@ class Training:
         return float(np.mean(totals))
 
     def pretrain(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Train to convergence; return the weights and the validation losses."""
         model = self.model("float32", None)
         stepper, size = self.stepper("adamw", model, PRETRAIN_RATE), self.size
         losses: list[float] = []
@@ -362,7 +362,6 @@ def train(folder: Path, out: Path, *, size: Size, fp8: bool, device: str) -> int
 
 
 def compared(runs: dict[str, Any], names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """Return the differences between the validation losses and those of adamw, per seed."""
     table = {}
     for name in names[1:]:
         pairs = [(runs[f"{name}/{seed}"]["val_loss"], runs[f"adamw/{seed}"]["val_loss"]) for seed in seeds]

@@ -112,7 +112,6 @@ PEERS = {"trl": trl_side, "trl-batched": trl_batched_side, "datatrove": datatrov
 
 
 def _trl(data: Data, template: str | None, folder: Path) -> tuple[Any, Any, Any]:
-    """Import TRL and datasets, and open the tokenizer with a chat template that has generation tags."""
     os.environ["HF_HOME"] = str(folder / "hf")
     import datasets
     import trl
@@ -125,7 +124,6 @@ def _trl(data: Data, template: str | None, folder: Path) -> tuple[Any, Any, Any]
 
 
 def _packed(packed: Any, path: Path, *, masks: bool) -> dict[str, Any]:
-    """Write the hash of each conversation to a file; return the number of tokens and rows."""
     columns = packed.with_format("numpy")
     mask = next(name for name in ("assistant_masks", "labels") if name in packed.column_names)
 

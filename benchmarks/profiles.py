@@ -103,7 +103,6 @@ def audited_batches(dataset: Path) -> None:
 
 
 def sampled(part: Part, command: list[object], out: Path) -> Counter[str]:
-    """Return the number of samples of each stack below the part's root."""
     spy = Path(sys.executable).with_name("py-spy")
     options = ["--rate", RATE, "--format", "raw", "--function", "--subprocesses", "--output", out]
     words = [spy, "record", *options, "--", sys.executable, *command]
@@ -114,7 +113,8 @@ def sampled(part: Part, command: list[object], out: Path) -> Counter[str]:
 
 
 def below_roots(raw: str, roots: tuple[str, ...]) -> Counter[str]:
-    """Cut the stacks from py-spy off above the part's root. Stacks without the root belong to start-up and are dropped.
+    """Remove the frames above the part's root from py-spy's stacks. Stacks without the root belong to start-up and are
+    dropped.
     """
     found: Counter[str] = Counter()
     for line in raw.splitlines():

@@ -1,13 +1,13 @@
-"""Compare loading from a bucket, with an empty cache and with a full one, with loading a local dataset.
+"""Compare loading from a bucket with loading a local dataset.
 
     python benchmarks/remote.py                     400 MB at 100 MB/s
     python benchmarks/remote.py --megabytes 100     quicker
 
 `rclone serve s3` serves the dataset behind a proxy that limits the bandwidth. Every run is one shuffled, packed epoch
-in a new process. Cold runs start with an empty cache. The used share of the bandwidth is computed from the size of the
-files that the epoch needs and from two times: until the first batch, for which a shuffled epoch needs nearly all files,
-and until the last batch. In warm runs, all files are in the cache, and the time to load the batches is compared with
-that of the local dataset. The script exits with 1 if a target is missed.
+in a new process. In cold runs, the cache is empty. The benchmark reports the used share of the bandwidth until the
+first batch, for which a shuffled epoch needs nearly all files, and over the whole epoch. In warm runs, all files are in
+the cache, and the time to load the batches is compared with that of the local dataset. The script exits with 1 if a
+target is missed.
 """
 
 from __future__ import annotations

@@ -188,7 +188,6 @@ class Worker:
             self._process.stdin.flush()
 
     def result(self, timeout: float) -> dict[str, Any]:
-        """Return the result of the line, or the error that ended it."""
         try:
             out, _ = self._process.communicate(timeout=max(1.0, timeout))
             return dict(json.loads(out.strip().rsplit("\n", 1)[-1]))

@@ -69,7 +69,6 @@ class Trial:
         return TrainConfig.from_mapping({**load, **keys})
 
     def batches(self, *, timed: bool) -> Iterator[Batch]:
-        """Yield the batches of all steps, or of the timed steps only."""
         loader = EpisodeLoader(self.data, self.config())
         yield from itertools.islice(loader, self.warmup if timed else 0, self.warmup + self.steps)
         loader.close()

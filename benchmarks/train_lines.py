@@ -179,7 +179,6 @@ def chosen(starts: list[str] | None) -> list[TrainLine]:
 
 
 def shape_of(line: TrainLine, *, small: bool, layers: int | None = None) -> dict[str, Any]:
-    """Return the config keys of a line's model, optionally with fewer layers."""
     shape = {**MODELS[line.model]}
     if small:
         shape = {**SMALL, "tie_weights": shape.get("tie_weights", True), "qk_norm": shape.get("qk_norm", False)}

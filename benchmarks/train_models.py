@@ -76,7 +76,6 @@ def quantize(lm: Any, device: str) -> None:
 
 
 def trained_precision(model: nn.Module) -> str:
-    """Return the dtype of all trained matrices."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim > 1]
     kinds = {str(parameter.dtype).removeprefix("torch.") for parameter in trained}
     if len(kinds) != 1:
