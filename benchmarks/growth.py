@@ -1,7 +1,7 @@
 """Measure how chatmill's time and memory grow with the amount of data: `python benchmarks/growth.py [--json]`.
 
-The benchmark prepares, verifies and loads a tenth of the conversations, all of them, and ten times as many. Each size
-runs in a separate process. The time to verify is compared with the time to hash the same bytes.
+The benchmark prepares, verifies and loads a tenth of the conversations, all of them, and ten times as many. Each
+step runs in a separate process. The time to verify is compared with the time to hash the same bytes.
 """
 
 from __future__ import annotations

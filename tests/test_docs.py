@@ -16,7 +16,7 @@ PAGES = [
         key=lambda page: (-page.read_text("utf-8").count("\n$ "), page),
     )
 ]
-# Readers run examples in the repository's root, where these scripts are.
+# Readers run examples in the repository's root, which contains these.
 LINKED = ("scripts", "configs", "train.py")
 # The examples on these pages need other trainers, so tests/trainers/test_page.py runs them.
 OTHER_TRAINERS = ("docs/how-to/integrations.md", "docs/how-to/trl-script.md")
