@@ -1,6 +1,6 @@
 """Store GPU training results in the repository, because most benchmarks run on machines without a GPU.
 
-    python benchmarks/gpu.py FILE ...    store results of benchmarks/train.py, and update docs/explanation/benchmarks.md
+python benchmarks/gpu.py FILE ...    store results of benchmarks/train.py, and update docs/explanation/benchmarks.md
 """
 
 from __future__ import annotations

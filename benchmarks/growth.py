@@ -30,7 +30,9 @@ CONFIG = {"batch_size": 16, "block_size": 4096, "use_loss_mask": True, "pad_toke
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--side", choices=tuple(SIDES), help="run only this measurement, on the dataset given by --dataset")
+    parser.add_argument(
+        "--side", choices=tuple(SIDES), help="run only this measurement, on the dataset given by --dataset"
+    )
     parser.add_argument("--dataset", type=Path)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

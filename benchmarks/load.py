@@ -322,7 +322,9 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--billion", action="store_true", help="also measure a loader over a billion episodes")
-    parser.add_argument("--side", choices=("chatmill", "peer"), help="run only chatmill or the peer, once, with this --shape")
+    parser.add_argument(
+        "--side", choices=("chatmill", "peer"), help="run only chatmill or the peer, once, with this --shape"
+    )
     parser.add_argument("--shape", type=int, default=0)
     parser.add_argument("--dataset", type=Path)
     parser.add_argument("--json", action="store_true")

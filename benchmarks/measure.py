@@ -88,8 +88,6 @@ def _pss(pid: int) -> int:
     return 0
 
 
-
-
 def versions(*packages: str) -> dict[str, str]:
     return {package: version(package) for package in packages}
 

@@ -241,8 +241,6 @@ def streaming(count: int, runs: int) -> Comparison:
     )
 
 
-
-
 def post_training_rows(count: int) -> Rows:
     """Return conversations of about 700 tokens, rendered in the `post-training` format."""
     draw = np.random.default_rng(0)
@@ -321,8 +319,6 @@ def torchtune_pack(samples: list[dict[str, list[int]]]) -> Any:
         from torchtune.datasets import PackedDataset
 
         return PackedDataset(samples, max_seq_len=CAPACITY).packs
-
-
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:

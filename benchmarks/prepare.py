@@ -188,8 +188,6 @@ def our_side(data: Data, template: str | None, folder: Path) -> dict[str, Any]:
     return {"seconds": taken, "start_up": start_up, "tokens": split.num_tokens, "rows": split.num_episodes}
 
 
-
-
 def our_conversations(dataset: Path) -> Iterator[tuple[Any, Any]]:
     """Yield the ids and mask of every conversation of a packed dataset."""
     episodes = open_dataset(dataset)["train"]
@@ -226,7 +224,9 @@ def main() -> None:
         help="TRL template for --format template; TRL must have it with and without generation tags",
     )
     parser.add_argument("--no-trl", action="store_true", help="skip the peers, which take minutes")
-    parser.add_argument("--side", choices=("chatmill", *PEERS), help="run only chatmill or this peer, once, to measure its memory")
+    parser.add_argument(
+        "--side", choices=("chatmill", *PEERS), help="run only chatmill or this peer, once, to measure its memory"
+    )
     parser.add_argument("--processes", type=int, default=PROCESSES, help="number of processes of the peer in --side")
     parser.add_argument("--folder", type=Path, help="output folder for --side")
     parser.add_argument("--json", action="store_true")

@@ -139,8 +139,6 @@ def _packed(packed: Any, path: Path, *, masks: bool) -> dict[str, Any]:
     return {"tokens": tokens, "rows": len(packed)}
 
 
-
-
 def hashed(conversations: Iterable[tuple[Any, Any]], *, masks: bool) -> tuple[list[str], int]:
     """Return a line with the length and hash of each conversation, and the total number of tokens."""
     found, tokens = [], 0

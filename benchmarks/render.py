@@ -157,7 +157,9 @@ def main() -> None:
         default="qwen2_5",
         help="TRL template for --format template; TRL must have it with and without generation tags",
     )
-    parser.add_argument("--side", choices=("chatmill", "peer"), help="run only chatmill or the peer, once, without output")
+    parser.add_argument(
+        "--side", choices=("chatmill", "peer"), help="run only chatmill or the peer, once, without output"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     data = chosen(args)

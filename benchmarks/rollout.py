@@ -137,8 +137,7 @@ def tokenizer_with_coordinates() -> Tokenizer:
 
 
 def rollout(draw: random.Random, tokenizer: Tokenizer) -> tuple[list[int], list[dict[str, object]]]:
-    """Return an answer of about `TOKENS` tokens with `OBJECTS` objects, and as many true objects. Half of them match.
-    """
+    """Return an answer of about `TOKENS` tokens with `OBJECTS` objects, and as many true objects. Half match."""
     found, truth = [], []
     for number in range(OBJECTS):
         x, y = draw.randrange(850), draw.randrange(850)

@@ -212,8 +212,6 @@ class Worker:
         self._errors.close()
 
 
-
-
 def work(args: argparse.Namespace) -> int:
     line = TRAIN_LINES[args.worker]
     if not line.own:

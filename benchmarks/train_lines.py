@@ -97,8 +97,7 @@ def ours(model: str, *, own: bool, of: Precision, then: str, title: str = "", **
 
 
 def peers(model: str, *, of: Precision, then: str, title: str, **more: Any) -> Iterator[TrainLine]:
-    """Yield the peer's best setup, plain and compiled. torch.compile replaces all Liger kernels except the fused loss.
-    """
+    """Yield the peer's best setup, plain and compiled. torch.compile replaces all Liger kernels but the fused loss."""
     plain = TrainLine(
         name=f"{model}-peer-{then}",
         what=f"{LIGER}, {title}",

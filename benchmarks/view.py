@@ -104,8 +104,6 @@ def main() -> int:
     return 0 if kept else 1
 
 
-
-
 @contextmanager
 def viewer(folder: Path) -> Iterator[tuple[str, float, int]]:
     """Run the command; yield its URL, the time when it was ready, and its process id."""
@@ -166,8 +164,6 @@ def scan(store: Path) -> float:
     for path in sorted((store / "train").glob("*/tokens.bin")):
         path.read_bytes().find(wanted)
     return time.perf_counter() - started
-
-
 
 
 def write(folder: Path, episodes: int) -> tuple[int, list[str]]:

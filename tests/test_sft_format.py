@@ -45,8 +45,6 @@ def pack(ids, mask, S, pad_id=EOT):
     return pack_sft_ids_and_mask(ids, mask, S=S, pad_id=pad_id, **SPECIAL)
 
 
-
-
 def test_serialization_starts_with_the_default_system_turn_and_ends_every_turn():
     ids = serialize(chat(("user", "hi there"), ("assistant", "hi"), ("user", "how"), ("assistant", "fine and well")))
     assert ids == [
@@ -204,8 +202,6 @@ def test_a_tokenizer_without_a_needed_special_token_is_named():
 
     with pytest.raises(ValueError, match="no special token id for asst, eot"):
         serialize_chat_to_ids(chat(("user", "hi")), tokenizer=Bare(), default_system_text="ok")
-
-
 
 
 def oracle_serialize(messages: list[tuple[str, str]]) -> list[int]:

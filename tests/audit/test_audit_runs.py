@@ -49,8 +49,6 @@ def actions(log):
     return [line.action for line in read_log(log) if isinstance(line, LogLine)]
 
 
-
-
 def test_the_documented_example_reproduces_its_lines(documented, tmp_path):
     audit, _ = run(documented, tmp_path / "logs" / "audit", 127, config={"epoch_shuffle": True})
     load, start = (line.raw.decode().split(" | ", 3) for line in read_log(audit.path)[:2])
@@ -221,8 +219,6 @@ def test_digests_cover_all_ranks_if_they_can_be_reduced(dataset, tmp_path, share
         for log in (audits[0].path, alone.path)
     ]
     assert (digests[0] == digests[1]) == shared
-
-
 
 
 def test_a_reader_that_swaps_two_episodes_is_detected(dataset, tmp_path, monkeypatch):
@@ -550,8 +546,6 @@ def test_a_missing_or_empty_log_is_one_error_line(dataset, tmp_path):
         verify_log(tmp_path / "empty.log", dataset).fault
         == f"{tmp_path / 'empty.log'}: the file is empty; expected an audit log"
     )
-
-
 
 
 def edited(state, *place, value):

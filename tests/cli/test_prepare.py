@@ -179,8 +179,6 @@ def test_progress_is_shown_in_a_terminal(place):
     assert b"render" in shown and b"tokens" in shown and b"400 rows" in shown
 
 
-
-
 def test_the_chat_script_runs_as_documented(place, monkeypatch, capsys):
     flags = "--input data/conversations.jsonl --output_dir data/chat_sft --val_split 0.1"
     out = script(f"prepare_chat_sft.py {flags}").stdout

@@ -257,8 +257,6 @@ def test_eval_refuses_data_of_another_tokenizer(run):
     one_line(run("eval", "checkpoints/small", "data/bytes"), 1, "data/bytes: was prepared with tokenizer")
 
 
-
-
 @pytest.fixture
 def sampled(run):
     if not Path("data/held").exists():

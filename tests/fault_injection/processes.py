@@ -59,8 +59,7 @@ class Child:
         return f"the child used no CPU time for {IDLE_SECONDS:.0f} seconds" if now - self._at > IDLE_SECONDS else ""
 
     def end(self, cpu_seconds: float = CPU_SECONDS) -> Ended:
-        """Wait for the child and return its result. A stuck child prints its stacks, is killed, and counts as broken.
-        """
+        """Return the result of the child. A stuck child prints its stacks, is killed, and counts as broken."""
         raw, stuck = b"", ""
         while True:
             ready, _, _ = select.select([self.result], [], [], 1.0)

@@ -436,8 +436,6 @@ def test_a_dropped_remainder_is_counted_without_its_injected_tokens():
     }
 
 
-
-
 def slow_mask(block: str) -> str:
     mask, asked, open_answer = ["."] * len(block), False, False
     for at, token in enumerate(block):

@@ -28,8 +28,7 @@ class OneLayer(nn.Module):
 
 
 def conversations(count: int) -> Rows:
-    """Return random turns with random weights. The first token is often trained on, so that segment boundaries matter.
-    """
+    """The first token is often trained on, so that segment boundaries matter."""
     draw = np.random.default_rng(5)
     plain = []
     for line in range(count):

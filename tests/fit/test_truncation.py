@@ -210,7 +210,6 @@ def test_invalid_arguments_are_one_error_line():
         assert len(truncate(EMPTY, 5, rule, ledger=Ledger())) == 0
 
 
-
 word_ = st.text("abc", max_size=6)
 turn_ = st.tuples(st.sampled_from("UUAA"), word_).map("".join)
 turns_ = st.tuples(st.lists(word_.map(lambda w: "S" + w), max_size=1), st.lists(turn_, max_size=8))

@@ -305,7 +305,6 @@ def test_a_role_that_the_format_does_not_define_is_a_record_error():
     assert [fault.line for fault in rejected] == [7, 1]
 
 
-
 CONTROL = [token for format in FORMATS.values() for token in format.tokens.values()]
 text_ = st.lists(st.one_of(st.sampled_from([*CONTROL, "<|", "|>", "\n", " "]), st.text(max_size=4)), max_size=4).map(
     "".join

@@ -72,8 +72,6 @@ def test_the_example_of_a_docstring_runs(value, tmp_path, monkeypatch):
     assert doctest.DocTestRunner().run(test).failed == 0 < len(test.examples)
 
 
-
-
 @pytest.mark.parametrize("order", ORDERS)
 @settings(max_examples=3)
 @given(window=st.integers(20, 80), size=st.integers(2, 8), seed=st.integers(0, 1000), steps=st.permutations(range(16)))
@@ -226,8 +224,6 @@ def test_val_has_every_row_once_and_weights_that_make_the_mean_of_batches_the_lo
         UsageError, match="rank 1 of 2 evaluates 2 rows from row 0; expected batches of 2 rows in order"
     ):
         val.__getitems__([0, 1])
-
-
 
 
 def read(rows, batches):

@@ -40,8 +40,6 @@ def root(tmp_path_factory) -> Path:
     return folder
 
 
-
-
 def test_a_dataset_of_another_program_is_read_with_and_without_a_mask(tmp_path):
     episodes = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
     masks = [[0, 1, 1], [0, 0], [1, 0, 1, 1]]
@@ -218,8 +216,6 @@ def test_epochs_are_refused_for_an_order_without_epochs(dataset):
         EpisodeLoader(dataset, {**SMALL, "batch_sampling_mode": "random"}, epochs=2)
 
 
-
-
 def begins_inside_an_answer(rows: Rows, row: int, capacity: int) -> bool:
     mask = rows[row : row + 1].mask().tolist()
     return len(mask) > capacity and mask[-capacity] and mask[-capacity - 1]
@@ -381,8 +377,6 @@ def test_closing_a_loader_ends_its_thread_and_it_can_still_be_used(dataset, monk
     assert loader.cursor().step == before.step + 1
 
 
-
-
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_a_torch_data_loader_returns_the_same_batches_with_any_number_of_workers(dataset, workers):
@@ -462,8 +456,6 @@ def test_a_loader_with_a_listener_does_not_run_in_workers(dataset):
     loader = DataLoader(EpisodeLoader(dataset, SMALL, listener=Heard()), batch_size=None, num_workers=1)
     with pytest.raises(UsageError, match="set num_workers=0"):
         next(iter(loader))
-
-
 
 
 def test_the_documented_snippet_reconstructs_the_order_of_the_loader(tmp_path):

@@ -89,7 +89,6 @@ def blocks_of(documents: list[list], size: int) -> list[list]:
     return [block + [EOS] * (size - len(block)) for block in blocks if block]
 
 
-
 PARTS = [*MARKERS, END, END, USER, ASSISTANT, " ", "\n", "a", "bcd", f"{USER}q{END}", f"{ASSISTANT}yes{END}"]
 EXCHANGE = f"{USER}q{END}{ASSISTANT}a{END}"
 soups = st.lists(st.sampled_from(PARTS), max_size=16).map("".join).filter(lambda text: text.replace(EOS, "").strip())
@@ -159,8 +158,6 @@ def test_rows_that_are_not_blocks_follow_the_same_rules(tmp_path_factory, texts,
         else:
             assert mask == right
         assert any(mask)
-
-
 
 
 @pytest.mark.parametrize(

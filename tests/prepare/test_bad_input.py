@@ -270,8 +270,6 @@ def test_flags_that_belong_in_the_recipe_are_refused(place, monkeypatch, capsys)
     assert (code, line) == (2, "--pack, --val-split cannot be used with a recipe; set it in recipe.toml instead")
 
 
-
-
 @pytest.fixture
 def faulty(place) -> Path:
     records = [json.dumps(record).encode() for record in conversations(400)]

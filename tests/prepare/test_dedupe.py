@@ -58,7 +58,6 @@ def near_job(*files: Path, **options: Any) -> Job:
     return Job(sources, **{"near_dedupe": 0.8, "format": "primer", **options})
 
 
-
 THRESHOLD = 0.8
 RNG = random.Random(8)
 WORDS = ["".join(RNG.choices("abcdefghijklmnopqrstuvwxyz", k=RNG.randint(3, 9))) for _ in range(20_000)]
@@ -130,8 +129,6 @@ def test_near_duplicates_match_a_search_over_all_pairs_up_to_estimation_error(tm
     assert recall > 0.93
     assert precision > 0.93
     assert clear <= removed <= possible
-
-
 
 
 @pytest.mark.parametrize("options", [{"fit": "windows", "max_tokens": 300}, {"unroll": True}])

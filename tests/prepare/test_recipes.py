@@ -160,8 +160,6 @@ def write(conversations: list[Conversation]) -> list[Conversation]:
     return sorted(conversations, key=lambda each: (files.index(each.file), each.line))
 
 
-
-
 def failed_filter(each: Conversation, identify: Any) -> str | None:
     texts = [text for _, text in each.turns]
     answers = "\n".join(text for role, text in each.turns if role == "assistant")

@@ -83,8 +83,6 @@ def raise_it(fault):
     raise fault
 
 
-
-
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_every_kind_of_file_gives_the_same_records_locally_and_at_a_url(tmp_path, memory, suffix):
     kind = next(each for each in sorted(KINDS, key=len, reverse=True) if suffix.startswith(each))

@@ -166,8 +166,6 @@ def test_columns_give_the_same_records_as_renamed_keys(names, suffix):
     assert renamed.unread_keys == tuple(name.replace("messages[]", f"{dialog}[]") for name in plain.unread_keys)
 
 
-
-
 def test_prompts_and_completions_can_be_texts_or_messages():
     system = {"role": "system", "content": "s"}
     shot = [{"role": "user", "content": "q0"}, {"role": "assistant", "content": "a0"}]

@@ -140,7 +140,6 @@ def test_a_truncated_answer_keeps_exactly_the_complete_objects(good, cut, seed):
         assert found.fallback == "empty"
 
 
-
 CHATML = load_format("chatml")
 
 

@@ -112,8 +112,6 @@ def test_invalid_term_weights_are_refused(wrong):
         TermWeights(**wrong)
 
 
-
-
 class OneLayer(torch.nn.Module):
     def __init__(self, vocab_size, width=8, longest=600):
         super().__init__()

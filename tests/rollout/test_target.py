@@ -24,8 +24,6 @@ def toy(request):
     return Toy(request.param)
 
 
-
-
 def test_a_target_is_the_kept_prefix_the_missed_objects_and_the_end(toy):
     found = target(toy, f"{{{FOUND_CAT}}}", [CAT, DOG])
     assert found.prefix_text == f"{{{FOUND_CAT}"

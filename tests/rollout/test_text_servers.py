@@ -111,8 +111,6 @@ def test_the_seed_of_a_request_depends_only_on_seed_step_and_row():
     assert len(set(seeds)) == 4 and server.sampled(0, 1)["seed"] == seeds[1]
 
 
-
-
 @pytest.mark.parametrize("api", ["completions", "chat"])
 def test_a_finished_answer_gets_an_end_of_turn_and_a_truncated_one_does_not(api):
     reply = completion if api == "completions" else chat

@@ -110,8 +110,6 @@ def test_open_datasets_do_not_depend_on_the_working_directory(two, tmp_path, mon
     assert equal(dataset["train"].rows(range(12)), rows_of[dataset.sha256])
 
 
-
-
 def test_an_incomplete_copy_is_not_taken_for_a_dataset_of_another_program(tmp_path):
     whole = tmp_path / "whole"
     write_dataset(whole, {"train": some_rows(1), "val": some_rows(2)})
@@ -155,8 +153,6 @@ def test_an_incomplete_dataset_of_another_program_is_refused(tmp_path, part):
     change(tmp_path / "train")
     with pytest.raises(DataError, match=line):
         open_dataset(tmp_path)
-
-
 
 
 def test_rows_of_a_truncated_file_are_correct_or_an_error(tmp_path):

@@ -277,8 +277,6 @@ def test_a_folder_without_a_cache_is_one_error_line(tmp_path):
     assert not is_cache(tmp_path)
 
 
-
-
 def test_rows_that_a_cache_cannot_store_are_refused_and_leave_nothing(tmp_path):
     spans = np.zeros(1, dtype=SPAN)
     spans["length"], spans["target"] = 2, 7

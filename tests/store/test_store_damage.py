@@ -78,8 +78,6 @@ def test_unlisted_shards_and_files_are_reported(dataset):
     )
 
 
-
-
 @pytest.mark.parametrize("lie", FORGED)
 def test_inconsistent_metadata_is_one_error_line(dataset, lie):
     change, said = FORGED[lie]
@@ -89,8 +87,6 @@ def test_inconsistent_metadata_is_one_error_line(dataset, lie):
     assert said in str(error.value)
     assert "\n" not in str(error.value)
     assert faults(dataset) == (str(error.value),)
-
-
 
 
 def tamper(folder: Path, name: str, dtype, change) -> str:

@@ -140,8 +140,6 @@ def test_the_cache_can_be_turned_off(trained_json, folder, loads, monkeypatch):
     assert len(loads) == 2 and not folder.exists()
 
 
-
-
 def assert_made_again(path: Path, file: Path, whole: bytes, loads: list[str]) -> None:
     before = len(loads)
     assert ids_of(open_tokenizer(path), TEXTS[:5]) == peer_ids(path, TEXTS[:5])

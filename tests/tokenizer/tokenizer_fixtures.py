@@ -163,8 +163,7 @@ _MERGED = "aAsStTrRvVeEmMlLdD0129 \n\r\t.,'/"
 
 
 def tokenizer_of_pairs(pre_tokenizer: Any, *, normalizer: str | None = None) -> bytes:
-    """Return a tokenizer.json that merges most byte pairs, so that ids differ if two engines split words differently.
-    """
+    """Merge most byte pairs, so that ids differ if two engines split words differently."""
     alphabet = list(byte_alphabet())
     merged = [letter for letter, byte in byte_alphabet().items() if 0x80 <= byte < 0xF5 or chr(byte) in _MERGED]
     merges = [[one, other] for one in merged for other in merged]

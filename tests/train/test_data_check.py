@@ -84,8 +84,6 @@ def test_data_of_other_programs_is_compared_with_the_first_check(tmp_path):
         run_changed(data, tmp_path, 31, pad_token_id=0)
 
 
-
-
 def with_unknown_token(data, split="train"):
     path = data / split / "shard_00000" / "tokens.bin"
     tokens = np.fromfile(path, dtype="<u2")

@@ -81,8 +81,6 @@ def own(**changes) -> TrainConfig:
     return config(**sizes | {"n_embd": 64, "n_ffn": 96, "n_layer": 3} | changes)
 
 
-
-
 @pytest.mark.parametrize(
     "changes",
     [*({"optimizer": name} for name in OPTIMIZER_BYTES), {"lora": {"r": 4}}, {"optimizer": "muon", "hf": True}],
@@ -281,8 +279,6 @@ def test_rows_that_cannot_be_divided_among_ranks_are_refused():
         Estimator(on_gpu=True)(TrainConfig(**LARGE), ranks=3)
 
 
-
-
 def test_changes_that_fit_are_suggested_cheapest_first():
     fit = estimate_run(TrainConfig(**LARGE), gpu_memory=8)
     assert (fit.fits, fit.is_refused) == (False, True)
@@ -315,8 +311,6 @@ def test_changes_are_combined_if_no_single_change_fits():
         "optimizer": "adamw8bit",
     }
     assert fit.changes[-1].estimate.total == smallest
-
-
 
 
 def test_a_run_that_cannot_fit_is_refused_before_the_model_is_created(sums_data, tmp_path, monkeypatch):

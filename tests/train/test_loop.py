@@ -336,8 +336,6 @@ def test_a_second_signal_ends_the_run_immediately(sums_data, tmp_path):
         train_model(config(), model_name="run", dataset_dir=sums_data, out_dir=tmp_path, watch=both, quiet=True)
 
 
-
-
 def broken(settings, vocab_size, value):
     model = GPT(settings.sizes(vocab_size))
     with torch.no_grad():

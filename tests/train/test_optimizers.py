@@ -40,8 +40,6 @@ WIDE = {"n_embd": 64, "n_ffn": 64}
 """Model sizes for which some parameters have 8-bit moments."""
 
 
-
-
 @given(st.floats(-(2.0**126), 2.0**126, width=32), st.integers(0, 2**30 - 1))
 def test_a_float_is_rounded_to_one_of_its_bfloat16_neighbours(value, bits):
     exact = torch.tensor([value])
@@ -337,8 +335,6 @@ def test_impossible_optimizer_state_is_refused(saved, name):
         read({key: tensor for key, tensor in tensors.items() if key.startswith("weights/")})
     with pytest.raises(DataError, match=r"optimizer state of .* is incomplete"):
         read({key: tensor for key, tensor in tensors.items() if key != kinds["step"]})
-
-
 
 
 @cache

@@ -75,8 +75,6 @@ def config_of(runs: list[SimpleNamespace], *args: str) -> TrainConfig:
     return runs.pop().config
 
 
-
-
 def test_one_settings_file_configures_building_and_training(run):
     Path("chatmill.toml").write_text(EVERYTHING)
     assert run("build-sft-primer")[0] == run("build-sft-dolly15k", "--input", "dolly.jsonl")[0] == 0
@@ -263,8 +261,6 @@ def test_invalid_toml_is_a_one_line_error(run, content):
         # Some Python versions can parse the deeply nested key, which is then reported as unknown.
         assert err.startswith(("chatmill: chatmill.toml: not TOML: ", 'chatmill: chatmill.toml: unknown key "a.a.a.'))
         assert len(err) < 1000
-
-
 
 
 @pytest.mark.parametrize(

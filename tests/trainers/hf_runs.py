@@ -61,8 +61,6 @@ def train(trainer: Trainer, *, resume: Path | None = None) -> tuple[list[float],
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], inputs
 
 
-
-
 def on_a_rank(weighted: Path, plain: Path, model: Path, folder: Path) -> dict[str, Any]:
     two_steps = {**PACKED, "gradient_accumulation_steps": 2}
     rows = hf.TrainRows(weighted, two_steps, steps=50, audit_dir=folder / "audit")

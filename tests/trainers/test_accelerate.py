@@ -257,8 +257,6 @@ def test_settings_that_contradict_each_other_are_refused(weighted, accumulation,
         train_loader(runs.new_accelerator(accumulation), weighted, config, **length)
 
 
-
-
 def test_accelerate_does_not_shard_a_loader_a_second_time(two_ranks):
     for rank, result in enumerate(two_ranks[1]):
         assert len(result["refusals"]) == (14 if rank == 0 else 12)

@@ -149,8 +149,6 @@ def test_a_packed_conversation_gets_the_logits_that_it_gets_alone(attention, pla
     assert checked > 4
 
 
-
-
 def test_data_of_weight_1_trains_with_the_trainers_own_loss(plain, model_folder, tmp_path):
     rows = hf.TrainRows(plain, PACKED, steps=STEPS)
     args = TrainingArguments(str(tmp_path), **COMMON, **hf.training_arguments(rows))

@@ -184,8 +184,6 @@ def test_a_batch_that_a_hook_skips_is_trained_next(small):
     assert_own(module.batches, own_batches(small, SIX, 5))
 
 
-
-
 def val_oracle(dataset: Path, config, table: np.ndarray) -> float:
     loader = lightning_runs.EpisodeLoader(dataset, config, tensors=False)
     total = weight = 0.0
@@ -252,8 +250,6 @@ def test_the_audit_log_does_not_have_a_batch_that_was_only_fetched(small, tmp_pa
     (path,) = tmp_path.iterdir()
     result = verify_log(path, small)
     assert (result.fault, result.steps) == (None, 5)
-
-
 
 
 def test_another_accumulation_than_that_of_the_config_is_refused(small):

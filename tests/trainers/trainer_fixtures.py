@@ -71,8 +71,6 @@ def open_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="sdpa")
 
 
-
-
 def own_batches(
     dataset: Path, config: Mapping[str, Any], steps: int, *, rank: int = 0, world_size: int = 1
 ) -> list[dict[str, np.ndarray]]:

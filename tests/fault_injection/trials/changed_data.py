@@ -1,5 +1,4 @@
-"""Without `--verify`, a token id outside the model's vocabulary must still stop the run before the step that reads it.
-"""
+"""Without `--verify`, a token id outside the vocabulary must still stop the run before the step that reads it."""
 
 from __future__ import annotations
 

@@ -201,8 +201,6 @@ TRIAL = Trial(
 )
 
 
-
-
 def rows_of() -> list[bytes]:
     dataset = open_dataset(URL)
     rows = [dataset[name].rows(np.arange(len(dataset[name]))) for name in dataset.splits]

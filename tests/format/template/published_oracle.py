@@ -229,8 +229,7 @@ def opens_turn(reference: Reference, messages: Messages, places: Places, text: s
 
 
 def behind_header(reference: Reference, text: str, start: int, stop: int) -> int:
-    """Return where the header after an end token stops: after the assistant header, or else after the last added token.
-    """
+    """Return the end of the header after an end token: of the assistant header, or else of the last added token."""
     least = plain_header(reference).least
     at = text.rfind(least, start, stop) if least else -1
     if at >= 0:

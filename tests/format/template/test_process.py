@@ -34,8 +34,6 @@ def good(tmp_path: Path, more: str = ""):
     return own_format(tmp_path, GOOD + PROMPT + more, control=CONTROL)
 
 
-
-
 @pytest.fixture
 def python(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
@@ -130,8 +128,6 @@ def filtered_by(code: bytes, number: int, architecture: int, protection: int) ->
             at += jump_true if holds else jump_false
 
 
-
-
 def test_no_template_ever_runs_in_this_process(tmp_path):
     good(tmp_path)
     code = f"""
@@ -215,8 +211,6 @@ def test_a_template_that_is_stopped_repeatedly_is_given_up(tmp_path, monkeypatch
     with pytest.raises(DataError, match="giving up after 3 attempts") as given_up:
         format.lay_out(TALK)
     assert not isinstance(given_up.value, RecordError) and "\n" not in str(given_up.value)
-
-
 
 
 PIECES = (

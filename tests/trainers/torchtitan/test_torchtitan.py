@@ -140,8 +140,6 @@ def test_the_validator_reads_every_row_of_val_once(plain):
         np.testing.assert_array_equal(np.concatenate(inputs), np.concatenate(expected))
 
 
-
-
 @pytest.mark.parametrize(
     ("load", "given", "line"),
     [
