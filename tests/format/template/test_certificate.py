@@ -85,7 +85,7 @@ def test_a_bos_for_each_turn_passes_and_a_doubled_or_trained_one_fails(tmp_path)
         "{{- message.content -}}", "{{- ('<s>' if message.role == 'assistant' else '') + message.content -}}"
     )
     found = certificate(tmp_path / "c", trained)
-    assert found["bos"].level is Level.FAIL and "trained in message 1" in found["bos"].text
+    assert found["bos"].level is Level.FAIL and "the loss mask includes <s> in message 1" in found["bos"].text
 
 
 def test_text_after_the_header_in_only_prompt_or_row_is_a_warning_with_its_count(tmp_path):

@@ -45,7 +45,7 @@ def test_an_answer_shifted_by_one_character_in_either_derivation_is_rejected(mon
     assert derived(name).answers
     monkeypatch.setattr(derive, derivation, shifted)
     with pytest.raises(
-        RecordError, match=r"whether the answer of message 3 (begins|ends) before or after .*: by origin"
+        RecordError, match=r"whether the answer of message 3 (begins|ends) before or after .*: the derivation by origin"
     ):
         derived(name)
 
