@@ -158,5 +158,5 @@ print(json.dumps(ends))
     assert {name: ends[name][:2] for name in RUNS} == {
         name: [int(name in ("certify", "doctor")), True] for name in RUNS
     }
-    missing = "chatmill: this needs torch, which is not installed; pip install 'chatmill[train]'\n"
+    missing = "chatmill: torch is not installed; run pip install 'chatmill[train]'\n"
     assert {name: ends[name] for name in NEEDS_TORCH} == {name: [2, False, missing] for name in NEEDS_TORCH}

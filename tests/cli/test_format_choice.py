@@ -68,7 +68,7 @@ def test_the_chat_template_of_a_folder_is_used_and_reported(run, folders):
 
 def test_a_folder_without_a_chat_template_uses_chatml_and_reports_it(run, folders):
     code, _, err = run("prepare", "chat.jsonl", "-o", "v1", "--tokenizer", "plain")
-    assert (code, err) == (0, "format: chatml, since plain has no chat template\n")
+    assert (code, err) == (0, "format: chatml, because plain has no chat template\n")
     assert stored("v1") == (CHATML, "chatml")
 
 
@@ -91,8 +91,8 @@ def test_a_tokenizer_file_ignores_the_template_next_to_it_with_a_note(run, folde
     code, _, err = run("prepare", "chat.jsonl", "-o", "v1", "--tokenizer", file)
     assert (code, stored("v1")) == (0, (CHATML, "chatml"))
     assert err == (
-        f"format: chatml, since {file} is a file, which selects only the tokenizer\n"
-        "note: the chat template of in chat_template.jinja is not used; pass --tokenizer in chat_template.jinja\n"
+        f"format: chatml, because {file} is a file and not a model folder\n"
+        "note: to use the chat template of in chat_template.jinja, pass --tokenizer in chat_template.jinja\n"
     )
 
 

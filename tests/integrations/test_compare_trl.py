@@ -169,7 +169,7 @@ def test_equal_masks_are_equal_and_the_default_is_one_line(run, tmp_path):
         "tokens  trained by both  only by chatmill  only by TRL  by neither",
         "77                   10                 0            0          67",
         "",
-        "TRL's default, assistant_only_loss=False, trains 75 tokens; chatmill does not train 65 of them (86.7%)",
+        "TRL's default, assistant_only_loss=False, trains on 75 tokens; chatmill does not train on 65 of them (86.7%)",
     ]
 
 
@@ -209,7 +209,7 @@ def test_without_tags_trl_says_why_and_every_token_is_compared(run, tmp_path):
     code, out, _ = run(write(chat(("system", "S"), *TURNS[:2])), "model")
     line = out.splitlines()[1]
     assert code == 0
-    assert line.startswith("TRL cannot train answers only with this template, so every token is trained: ValueError: ")
+    assert line.startswith("TRL cannot train on answers only with this template, so it trains on every token: ValueError: ")
     assert "patching is not supported for this template" in line
     reasons = [line for line in out.splitlines() if line and not line.startswith((" ", "TRL", "chatmill", "1 rec"))]
     assert reasons[2:] == [

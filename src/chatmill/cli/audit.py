@@ -46,23 +46,23 @@ def verify(
         list[Path] | None,
         typer.Option(
             metavar="PATH",
-            help="Checkpoint, or the JSON file of its state, whose head must be in the log; may be repeated.",
+            help="Checkpoint folder, or one of its JSON files. The log must contain its head. May be repeated.",
         ),
     ] = None,
     head: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="HASH", help="Hash of a log line that you saved elsewhere as the head of the log; may be repeated."
+            metavar="HASH", help="Head of the log at an earlier time. The log must contain it. May be repeated."
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Verify an audit log: recompute every line from the dataset and report the first line that differs.
 
-    Recomputes the order of every epoch and rereads every row that training received. The lines of the log are
-    hash-chained, and each checkpoint stores the hash of the latest line (the head). Pass --checkpoint or --head to
-    detect a truncated or completely rewritten log. The step, cursor, dataset and config of the checkpoint must also
-    match the log. Exits with code 1 if a line differs.
+    Recomputes the order of every epoch and rereads the rows of every step. Each line contains the hash of the previous
+    line, and each checkpoint stores the head of the log: the hash of its latest line. Pass --checkpoint or --head to
+    detect a truncated or completely rewritten log. The step, cursor, dataset and config of a checkpoint must also match
+    the log. Exits with code 1 if the verification fails.
 
     \b
     Examples:

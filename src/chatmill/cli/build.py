@@ -46,7 +46,7 @@ FROM_FILE = (
 
 
 def setting_flags() -> OptionGroup:
-    """Return the options that override settings in `chatmill.toml`; an option that is not given is None."""
+    """Return the options that override settings in `chatmill.toml`."""
     options = []
     for name, each in keys_of(CacheConfig).items():
         if name != "path":
@@ -58,10 +58,9 @@ def setting_flags() -> OptionGroup:
 
 
 def cache_config(source: str, flags: Mapping[str, Any], *, input_flag: str) -> CacheConfig:
-    """Merge the settings of a source: flags override `chatmill.toml`, which overrides the defaults. Report all errors
-    in one line.
+    """Merge the settings of a source: flags override `chatmill.toml`, which overrides the defaults.
 
-    `flags` maps `CacheConfig` keys to values; flags that are not given are None.
+    `flags` maps `CacheConfig` keys to values, or to None if the flag is not given.
     """
     keys = keys_of(CacheConfig)
     settings, faults = read_settings()
@@ -139,7 +138,7 @@ def _command(source: str, summary: str, example: str) -> Callable[..., None]:
 
 build_sft_oasst1 = _command(
     "oasst1",
-    "Build the SFT cache for OpenAssistant trees: one conversation per tree, along the best-ranked replies.",
+    "Build the SFT cache for OpenAssistant trees: one conversation per tree, with the best-ranked replies.",
     "chatmill build-sft-oasst1 --input oasst1.jsonl --on-error skip",
 )
 build_sft_dolly15k = _command(
@@ -150,7 +149,6 @@ build_sft_dolly15k = _command(
 
 
 def _build(source: str, config: CacheConfig, options: BuildOptions, read: ReadOptions | None = None) -> None:
-    """Build the cache and print the summary."""
     target = cache_folder(Path(config.out_dir), source)
     options_of_source = replace(read or ReadOptions(), shape=SHAPES[source], overwrite=options.overwrite)
     records = options_of_source.records([config.path], reads=existing(config.tokenizer), output=target)

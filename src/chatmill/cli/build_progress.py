@@ -22,7 +22,7 @@ LOG_SECONDS = 10.0
 
 @dataclass
 class _Line:
-    """State of one progress line: its start time, and its progress bar or the time of its last log line."""
+    """The progress line of one source or step."""
 
     step: str
     name: str
@@ -32,10 +32,10 @@ class _Line:
 
 
 class BuildProgressDisplay:
-    """Shows the progress of a build, with one line per source that includes its rate and the time left.
+    """Shows the progress of a build: one line per source, with its rate and the time left.
 
-    In a terminal each line is a progress bar. In a log file, plain lines are written at most every ten seconds and when
-    a source is done; a single-source build that takes less than ten seconds writes no lines.
+    In a terminal, each line is a progress bar. In a log file, a plain line is written every ten seconds and at the end
+    of each source. A build of a single source that takes less than ten seconds writes no lines.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,7 +46,6 @@ class BuildProgressDisplay:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no progress has been shown yet."""
         return self._current is None
 
     def __enter__(self) -> Self:
@@ -58,7 +57,6 @@ class BuildProgressDisplay:
         self._bar.stop()
 
     def show(self, now: BuildProgress) -> None:
-        """Update the display."""
         name, clock = now.source or now.step, self._clock()
         if self.is_empty:
             # Start the display only now: it runs a thread, and workers must be forked before any thread starts.
@@ -90,7 +88,6 @@ class BuildProgressDisplay:
 
 
 def log_line(now: BuildProgress, elapsed: float) -> str:
-    """Format the progress of a source as plain text."""
     if now.done >= now.total:
         return f"done, {counts(now, elapsed)} in {duration(elapsed)}"
     left = seconds_left(now, elapsed)
@@ -102,8 +99,8 @@ def log_line(now: BuildProgress, elapsed: float) -> str:
 def counts(now: BuildProgress, elapsed: float) -> str:
     """Format rows, tokens and tokens per second; the rate excludes resumed work.
 
-    No rate is shown in the first second: workers may have rendered part of a source while the previous source was
-    displayed, so the rate would be too high.
+    No rate is shown in the first second. It would be too high, because workers render part of a source before the
+    previous source is done.
     """
     rows = f"{counted(now.rows, 'row')}, {now.tokens:,} tokens"
     own = now.tokens * (now.done - now.resumed) / now.done if now.done else 0.0
@@ -111,7 +108,7 @@ def counts(now: BuildProgress, elapsed: float) -> str:
 
 
 def seconds_left(now: BuildProgress, elapsed: float) -> float | None:
-    """Estimate the seconds left from the rate of this run, excluding resumed work; None if there is no rate yet."""
+    """Estimate the seconds left from the rate of this run; None if there is no rate yet."""
     own = now.done - now.resumed
     return elapsed * (now.total - now.done) / own if own > 0 else None
 

@@ -1,4 +1,4 @@
-"""`chatmill certify`: check that a chat template is safe to train with, one finding per line."""
+"""`chatmill certify`: check that a chat template is safe to train with."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def certify_command(
     """Check that a chat template is safe to train with. Prints PASS, WARN, FAIL or SKIP for each check.
 
     Renders small test conversations (with a system message, tools, reasoning, ...) and, if given, your own records.
-    Checks that the token ids equal those of transformers, that each trained answer starts where its generation prompt
-    ends, and that it ends with a token at which the model stops.
+    Checks that the token ids equal those of transformers. Checks that each trained answer starts where its generation
+    prompt ends, and ends with a token at which the model stops.
 
-    FAIL: some tokens would be trained incorrectly, or some records cannot be trained; the exit code is 1. WARN:
-    training works with a limitation; for example, some kinds of records are refused. SKIP: the check did not run, for
-    the reason shown. Use --on-error skip to skip records that cannot be read; a record that the template refuses counts
-    as FAIL.
+    FAIL: some token ids or loss masks are wrong, or some records cannot be used for training; the exit code is 1. WARN:
+    training works, but with a limitation; for example, some kinds of records are refused. SKIP: the check did not run,
+    for the reason shown. Use --on-error skip to skip records that cannot be read; a record that the template refuses
+    counts as FAIL.
 
     \b
     Examples:
@@ -83,9 +83,7 @@ def _observed(
     observe: Callable[[list[Record]], OwnRecords],
     chunks: Iterable[list[Record]],
 ) -> Iterator[OwnRecords]:
-    """Call `observe` on each chunk, in worker processes if possible, and yield the results in order. Pass the number of
-    records of each result to `count`.
-    """
+    """Yield `observe(chunk)` for each chunk in order, computed in worker processes if possible."""
     in_processes = partial(engine.in_order, processes=engine.workers, most=2 * engine.workers)
     # Do not fork if this process runs other threads, such as those for network requests: the workers could deadlock.
     is_serial = engine.workers == 1 or threading.active_count() > 1

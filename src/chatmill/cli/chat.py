@@ -106,7 +106,6 @@ def chat(
 
 
 def _send_all(session: ChatSession, prompts: list[str], *, as_json: bool) -> None:
-    """Send the prompts given on the command line and print only the answers."""
     answers = []
     for text in prompts:
         # With --json, all answers are printed together at the end.
@@ -161,6 +160,5 @@ def _end_reply(reply: Reply) -> None:
 
 
 def _write(text: str) -> None:
-    """Print text without control characters."""
     sys.stdout.write(visible(text, keep="\n\t"))
     sys.stdout.flush()

@@ -67,7 +67,7 @@ def check(inputs: Inputs, read: ReadOptions, workers: Workers = None, as_json: A
 
 
 def shape_lines(files: list[FilePart]) -> Iterator[str]:
-    """Yield each detected shape and why it was chosen, grouping files with the same shape and reason."""
+    """Yield one line per detected shape: the reason for choosing it, and its files."""
     groups: dict[tuple[str, str], list[str]] = {}
     for part in files:
         groups.setdefault((part.shape, part.why), []).append(label(part.path))
@@ -78,7 +78,7 @@ def shape_lines(files: list[FilePart]) -> Iterator[str]:
 
 
 def message_lines(record: Record, trained: Sequence[bool] = ()) -> Iterator[str]:
-    """Yield one line per message of the record; messages flagged in `trained` are marked."""
+    """Yield one line per message of the record, marked if its entry in `trained` is true."""
     facts: dict[str, Any] = {
         "tools": len(record.tools) or None,
         "weight": record.weight if record.weight != 1 else None,

@@ -1,4 +1,4 @@
-"""The list of commands and the output of `chatmill --help`, without importing the commands."""
+"""The list of commands and the output of `chatmill --help`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ COMMANDS = {
     "render": ("render.render_command", "Show conversations as tokens, with the loss mask."),
     "formats": ("formats.formats", "List the chat formats, or print one as TOML."),
     "certify": ("certify.certify_command", "Check that a chat template is safe to train with."),
-    "compare": ("compare.compare", "Show which tokens chatmill and TRL train differently."),
+    "compare": ("compare.compare", "Show where the loss masks of chatmill and TRL differ."),
     "recipe": ("recipe.app", "Write a recipe, or preview one before building it."),
     "import": ("import_config.app", "Convert the config of another trainer."),
     "prepare": ("prepare.prepare_command", "Turn conversations into a dataset."),
@@ -41,7 +41,6 @@ COMMANDS = {
 
 
 def help_text() -> str:
-    """Return the output of `chatmill --help`: one line per command."""
     options = {"--version": "Print the version and exit.", "-h, --help": "Show this message and exit."}
     commands = {name: summary for name, (_, summary) in COMMANDS.items()}
     lines = ["Usage: chatmill [OPTIONS] COMMAND [ARGS]...", "", f"  {ABOUT}"]

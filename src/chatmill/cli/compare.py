@@ -1,4 +1,4 @@
-"""`chatmill compare`: show which tokens chatmill and another library train differently, and why."""
+"""`chatmill compare`: show where the loss masks of chatmill and TRL differ, and why."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ from chatmill.show.text import TokenText
 
 
 class PeerName(StrEnum):
-    """Libraries to compare with."""
-
     TRL = "trl"
 
 
@@ -43,12 +41,12 @@ def compare(
     peer: Annotated[PeerName, typer.Option(help="Library to compare with.")] = PeerName.TRL,
     assistant_only_loss: Annotated[
         bool,
-        typer.Option(help="TRL setting: compute the loss on answers only, or on every token, which is TRL's default."),
+        typer.Option(help="TRL setting: compute the loss on answers only, or on every token (TRL's default)."),
     ] = True,
     max_length: Annotated[
         int | None,
         typer.Option(
-            min=0, help="TRL setting: truncate rows to this many tokens; 0 disables truncation. Default: TRL's limit."
+            min=0, help="TRL setting: truncate rows to this many tokens; 0 disables truncation. Default: as in TRL."
         ),
     ] = None,
     template: TemplateFlags,
@@ -62,13 +60,13 @@ def compare(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show which tokens chatmill and TRL train differently, and why, with an example of each reason.
+    """Show where the loss masks of chatmill and TRL differ, and why, with an example of each reason.
 
-    Renders the same conversations with the chat template of MODEL, once with chatmill and once with the dataset
-    preparation of SFTTrainer in the installed TRL. TRL receives messages, or prompts and completions if the file has
-    them. TRL runs with assistant_only_loss=True, which is not its default but matches chatmill; one line of the output
-    shows how many tokens the default would train. If TRL cannot mask answers with this template, prints the reason and
-    compares with TRL's default instead.
+    Renders the conversations with the chat template of MODEL twice: with chatmill, and with SFTTrainer of the installed
+    TRL. TRL receives messages, or prompts and completions if the file has them. TRL runs with assistant_only_loss=True,
+    because chatmill also trains only on answers. TRL's default is False; one line of the output shows how many tokens
+    are trained with the default. If TRL cannot mask answers with this template, prints the reason and compares with the
+    default instead.
 
     chatmill does not truncate rows in this comparison. Neither library predicts the first token of a row, so it counts
     as not trained. Tokens in [brackets] are trained. The exit code is 0 even if records differ, unless --exit-code is
@@ -148,7 +146,7 @@ def _print_comparison(console: Console, comparison: Comparison, setup: TRLSetup,
     shown = ", ".join(f"{name}={value}" for name, value in settings.items())
     echo_line(f"chatmill and TRL {setup.version} with {shown}")
     if setup.no_mask:
-        echo_line(f"TRL cannot train answers only with this template, so every token is trained: {setup.no_mask}")
+        echo_line(f"TRL cannot train on answers only with this template, so it trains on every token: {setup.no_mask}")
     if setup.patched:
         typer.echo("TRL replaces this model's chat template with its own training template")
     if not setup.end_trained:
@@ -163,7 +161,7 @@ def _print_comparison(console: Console, comparison: Comparison, setup: TRLSetup,
     )
     if comparison.weighted:
         typer.echo(
-            f"{comparison.weighted:,} tokens that both train have a weight other than 1 in chatmill, and 1 in TRL"
+            f"{comparison.weighted:,} tokens trained by both have a weight other than 1 in chatmill, and 1 in TRL"
         )
     for why, reason in comparison.sorted_reasons():
         tokens = [
@@ -187,6 +185,6 @@ def _print_comparison(console: Console, comparison: Comparison, setup: TRLSetup,
         whole = default.both + default.only_peer
         console.print()
         typer.echo(
-            f"TRL's default, assistant_only_loss=False, trains {whole:,} tokens; "
-            f"chatmill does not train {default.only_peer:,} of them ({share(default.only_peer, whole)})"
+            f"TRL's default, assistant_only_loss=False, trains on {whole:,} tokens; "
+            f"chatmill does not train on {default.only_peer:,} of them ({share(default.only_peer, whole)})"
         )

@@ -16,7 +16,8 @@ def doctor(
         typer.Option(
             "--shared",
             metavar="DIR",
-            help="Folder that all ranks should share; may be repeated. Default: the current folder and checkpoints.",
+            help="Folder that all ranks must share; may be repeated. Default: the current folder and, if it exists, "
+            "checkpoints.",
             show_default=False,
         ),
     ] = None,
@@ -25,10 +26,10 @@ def doctor(
 ) -> None:
     """Check the nodes of a cluster before a training run, and print the results as a table.
 
-    Checks versions, GPUs, memory, disk, system limits and network settings. With several ranks, also checks that all
-    ranks have the same versions, shared folders and clock time, and that an all-reduce works with gloo and NCCL. Start
-    the command with the same launcher as the run, such as torchrun. Exits with code 1 if a check fails. `python -m
-    chatmill.train.doctor` is the same command and needs only numpy, torch and safetensors.
+    Checks versions, GPUs, memory, disk, system limits and network settings. With several ranks, also checks that their
+    versions and clocks agree, that they see the same files in shared folders, and that an all-reduce works with gloo
+    and NCCL. Start the command with the same launcher as the run, such as torchrun. Exits with code 1 if a check fails.
+    `python -m chatmill.train.doctor` is the same command and needs only numpy, torch and safetensors.
 
     \b
     Examples:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from chatmill.train.score import EvalReport, EvalScore
 
 REASONS = {
-    "partly_trained": "that are only partly trained",
+    "partly_trained": "of which only some tokens are trained",
     "unfinished": "without an end-of-turn token",
     "nothing_before": "without a prompt",
     "too_long": "that exceed the model's maximum sequence length together with their prompt",
@@ -47,8 +47,7 @@ def eval_command(
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a model on a dataset: loss on trained tokens, exact-match answers, and answers with an end-of-turn
-    token.
+    """Evaluate a model on a dataset: loss, exact-match answers, and answers that reach the end-of-turn token.
 
     Prints a table with one row per source. For every trained answer in the split, the model receives the token ids
     before the answer and decodes greedily. `exact` counts outputs that equal the answer token for token; `stopped`

@@ -14,7 +14,7 @@ from chatmill.config import NO_FLAG, flag_spellings, keys_of
 
 
 class OptionGroup(NamedTuple):
-    """Marks a parameter that expands to several options; `gather` builds its value from the option values."""
+    """Marks a parameter that expands to several options; `gather` builds its value from theirs."""
 
     options: list[inspect.Parameter]
     gather: Callable[..., Any] = dict
@@ -25,7 +25,6 @@ def option_parameter(name: str, annotation: Any, default: Any) -> inspect.Parame
 
 
 def key_options(config: type[Any]) -> OptionGroup:
-    """Return one typed option for each key of a config."""
     keys = {name: each for name, each in keys_of(config).items() if each.flag != NO_FLAG}
     tuples = {name for name, each in keys.items() if get_origin(each.type) is tuple}
     options = []
@@ -51,7 +50,6 @@ def text_flags(*configs: type[Any], first: str | None = None) -> OptionGroup:
 
 
 def option(config: type[Any], name: str) -> Any:
-    """Return the typer option for a config key."""
     each = keys_of(config)[name]
     return typer.Option(each.flag or f"--{name.replace('_', '-')}", metavar=each.metavar, help=each.help)
 

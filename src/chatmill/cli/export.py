@@ -90,9 +90,9 @@ def parquet(
 ) -> None:
     """Write a dataset as Parquet files for other trainers, with a dataset card.
 
-    The columns are input_ids, labels (not shifted; -100 for untrained tokens and the first token of each conversation),
-    position_ids (starting from 0 in each conversation) and seq_lengths (lengths of the conversations packed in the
-    row). Load the export with `datasets.load_dataset("OUT")`.
+    The columns are input_ids, labels, position_ids and seq_lengths. Labels are not shifted; they are -100 for untrained
+    tokens and for the first token of each conversation. Position ids start at 0 in each conversation. seq_lengths lists
+    the lengths of the conversations in a row. Load the export with `datasets.load_dataset("OUT")`.
 
     \b
     Examples:

@@ -25,11 +25,11 @@ def print_format(name: str | None, tokenizer: str, chat_template: str | None = N
                 file=sys.stderr,
             )
         elif Path(tokenizer).is_file() and has_template(str(Path(tokenizer).parent)):
-            print(f"format: {chosen}, since {shown} is a file, which selects only the tokenizer", file=sys.stderr)
+            print(f"format: {chosen}, because {shown} is a file and not a model folder", file=sys.stderr)
             folder = one_line(str(Path(tokenizer).parent), 300)
-            print(f"note: the chat template of {folder} is not used; pass --tokenizer {folder}", file=sys.stderr)
+            print(f"note: to use the chat template of {folder}, pass --tokenizer {folder}", file=sys.stderr)
         else:
-            print(f"format: {chosen}, since {shown} has no chat template", file=sys.stderr)
+            print(f"format: {chosen}, because {shown} has no chat template", file=sys.stderr)
 
 
 def _exists(tokenizer: str) -> bool:

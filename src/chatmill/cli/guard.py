@@ -1,4 +1,4 @@
-"""Report errors on the command line: one line on standard error and an exit code, never a traceback."""
+"""Report errors of commands: one line on standard error and an exit code, without a traceback."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _exit_code(command: Callable[[], object]) -> int:
     except ModuleNotFoundError as error:
         if (package := (error.name or "").partition(".")[0]) not in EXTRAS:
             raise
-        return _report(f"this needs {package}, which is not installed; pip install 'chatmill[{EXTRAS[package]}]'", 2)
+        return _report(f"{package} is not installed; run pip install 'chatmill[{EXTRAS[package]}]'", 2)
     except OSError as error:
         return _report(system_fault(error), 1)
     except RecursionError:

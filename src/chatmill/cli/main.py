@@ -1,4 +1,4 @@
-"""Entry point of `chatmill`: run the command named by its arguments, and report errors in one line."""
+"""Entry point of `chatmill`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from chatmill.cli.guard import guarded
 
 
 def main() -> None:
-    """Run the command named in sys.argv."""
     guarded(_run)
 
 

@@ -30,8 +30,9 @@ def merge(
     """Merge the LoRA adapters of a run into their base model and save the result as a Hugging Face model folder.
 
     The folder includes the tokenizer and the chat template; loading the model requires neither peft nor chatmill.
-    Weights are merged in float32 and rounded once. QLoRA adapters are merged into the dequantized base weights they
-    were trained on; --base original merges them into the stored weights instead and prints how much the logits change.
+    Weights are merged in float32 and rounded once. QLoRA adapters are merged into the dequantized base weights that
+    they were trained with. --base original merges them into the stored weights instead, and prints how much the logits
+    differ.
 
     \b
     Examples:

@@ -32,7 +32,7 @@ def command_group(help: str) -> typer.Typer:
 
 
 def dataset_place(name: str) -> Place:
-    """Parse a dataset argument: a folder, or a URL, whose trailing slash is removed."""
+    """Parse a dataset argument: a folder or a URL."""
     from chatmill.store.layout import METADATA
 
     where = place(name)
@@ -68,7 +68,7 @@ OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace an exi
 
 
 def print_losses(ledger: Ledger, *, err: bool = False) -> None:
-    """Print how many rows and tokens were truncated, dropped, repeated or noted, one line per reason."""
+    """Print one line per reason for which rows or tokens were repeated, truncated, dropped or noted."""
     for bucket, reason, entry in ledger:
         if reason.startswith(UNREAD_KEY):
             typer.echo(f"note: {unread_key(reason, entry.rows)}", err=err)
@@ -78,7 +78,6 @@ def print_losses(ledger: Ledger, *, err: bool = False) -> None:
 
 
 def unread_key(reason: str, rows: int) -> str:
-    """Return the warning about a record key that is not read."""
     if reason.endswith(OTHER_NAMES):
         return f"records have other keys that are not read ({rows:,} occurrences); these keys are not listed"
     noun = "record has" if rows == 1 else "records have"
@@ -86,13 +85,12 @@ def unread_key(reason: str, rows: int) -> str:
 
 
 def print_ledger(ledger: Ledger) -> None:
-    """Print the ledger as a table: bucket, reason and counts."""
     rows = [(bucket, reason, entry.rows, entry.tokens, entry.trained) for bucket, reason, entry in ledger]
     print_table(("", "reason"), ("rows", "tokens", "trained"), rows)
 
 
 def print_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str | int]]) -> None:
-    """Print a table of text columns and right-aligned number columns. Cells are not parsed as markup."""
+    """Print a table of text columns and right-aligned number columns."""
     table = Table(*texts, box=None, pad_edge=False, header_style="")
     for column in numbers:
         table.add_column(column, justify="right")
@@ -120,7 +118,6 @@ def counted(number: int, noun: str) -> str:
 
 
 def share(part: int, whole: int, *, of_nothing: str = "0.0%") -> str:
-    """Format a part of a whole as a percentage."""
     return f"{part / whole:.1%}" if whole else of_nothing
 
 
@@ -155,8 +152,8 @@ def counting(what: str) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def counting_after_fork(what: str) -> Iterator[Callable[[int], None]]:
-    """Like `counting`, but start the display at the first count, because it runs a thread and workers must be forked
-    before any thread starts.
+    """Like `counting`, but start the display, which runs a thread, at the first count. Workers must be forked before
+    any thread starts.
     """
     with ExitStack() as display:
         add: Callable[[int], None] | None = None

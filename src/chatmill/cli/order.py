@@ -22,7 +22,7 @@ def order(
     dataset: DatasetOrCaches,
     seed: Annotated[int | None, typer.Option(help="Base seed (epoch_seed in a config).", show_default="1337")] = None,
     epoch: Annotated[
-        int, typer.Option(min=0, help="Epoch number. For a mix of sources, each source counts its own epochs.")
+        int, typer.Option(min=0, help="Epoch, counted from 0. In a mix of sources, each source counts its own epochs.")
     ] = 0,
     first: Annotated[int, typer.Option(min=0, max=LONGEST, metavar="N", help="Print this many episodes.")] = 10,
     find: Annotated[
@@ -38,9 +38,9 @@ def order(
 ) -> None:
     """Print the order in which an epoch visits its episodes, or the position of one episode.
 
-    Recomputes the order from the seed and the epoch, without a training run. Episodes are numbered across all shards,
-    and across sources sorted by name. Episodes shorter than episode_min_tokens (2) are skipped. With packing, episodes
-    are packed in the printed order.
+    Recomputes the order from the seed and the epoch, without a training run. Episodes are numbered across all shards
+    and, in a mix, across the sources sorted by name. Episodes shorter than episode_min_tokens (2) are skipped. With
+    packing, episodes are packed in the printed order.
 
     \b
     Examples:

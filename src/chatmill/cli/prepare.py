@@ -59,24 +59,24 @@ NOTES = {
     "last_exchange_over_max_tokens": "{rows} {were} dropped because the last exchange does not fit; raise "
     "--max-tokens, or use --fit turns or --fit windows",
     "no_terminator": "{rows} ended inside an answer and {were} dropped",
-    "duplicate": "{rows} {were} dropped because of an equal conversation",
-    "near_duplicate": "{rows} {were} dropped because of a nearly equal conversation",
+    "duplicate": "duplicates dropped: {rows}",
+    "near_duplicate": "near-duplicates dropped: {rows}",
     "excluded": "{rows} {were} excluded by --exclude",
-    "exclude_without_record": "{lines} of the --exclude file {have} no record that can be rendered",
+    "exclude_without_record": "{lines} of the --exclude file {match} no record",
     "too_long": "{rows} {were} too long and {were} dropped",
     "reasoning_left_out": "{rows} lost reasoning that the chat template omits; see --unroll",
-    "messages_after_last_answer": "{conversations} {have} messages after the last answer with a row; these messages "
-    "are left out",
+    "messages_after_last_answer": "{conversations} {have} messages after the last trained answer; these messages are "
+    "left out",
     "answer_without_row": "{answers} {have} no row, because the weight is 0 or the answer is incomplete",
     "range_splits_token": "{tokens} {are} only partly inside a range of train_ranges",
-    "control_text": "{rows} {have} special tokens spelled out as text, which are encoded as plain text",
+    "control_text": "{rows} {have} text that looks like a special token; it is encoded as plain text",
     "tools_left_out": "{rows} {have} tools that the chat template does not render",
     "record_weight": "{records} {have} a weight, which multiplies the weights of the trained tokens",
     "template_kwargs_unused": "{records} {have} chat_template_kwargs, which only --format template uses",
 }
 """Notes to print after a build, by ledger reason."""
 NOUNS = ("row", "record", "line", "conversation", "answer", "token", "answer token")
-VERBS = {"are": "is", "were": "was", "have": "has"}
+VERBS = {"are": "is", "were": "was", "have": "has", "match": "matches"}
 """Plural and singular forms of the verbs in `NOTES`."""
 
 
@@ -113,10 +113,9 @@ def prepare_command(
 ) -> None:
     """Turn conversations into a tokenized dataset with a loss mask, for `chatmill train`.
 
-    Reads the records, applies the chat format, truncates long rows, optionally packs rows, splits off validation data,
-    and writes token shards, a loss mask and metadata to OUTPUT. OUTPUT appears only when it is complete. The same input
-    and flags give the same bytes with any number of processes. INPUT can also be a recipe: a .yaml or .toml file that
-    lists several sources.
+    Writes token shards, a loss mask and metadata to OUTPUT, which appears only when it is complete. The same input and
+    flags give the same bytes with any number of processes. INPUT can also be a recipe: a .yaml or .toml file that lists
+    several sources.
 
     \b
     Examples:
@@ -166,7 +165,6 @@ def run(
     as_json: bool,
     allow_code: Sequence[str] = (),
 ) -> None:
-    """Build the dataset with progress on standard error, and print its summary."""
     rejected = None
     if job.on_error == "skip":
         reads = [*local_files([name for source in job.sources for name in source.inputs]), *job.named_files()]
@@ -261,8 +259,7 @@ def _note(template: str, number: int) -> str:
 
 
 def script(shape: str, doc: str) -> None:
-    """Run `scripts/prepare_chat_sft.py` or `scripts/prepare_tool_sft.py`: `chatmill prepare` with the script's
-    flags."""
+    """Run `scripts/prepare_chat_sft.py` or `scripts/prepare_tool_sft.py`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", required=True, nargs="+", help="files, globs, folders or URLs of conversations")
     parser.add_argument("--output_dir", required=True, type=place, help="the folder or URL of the dataset")

@@ -73,9 +73,7 @@ class ReadOptions:
     overwrite: OverwriteFiles = False
 
     def records(self, inputs: list[str], *, reads: Sequence[Path] = (), output: Path | None = None) -> CountedRecords:
-        """Open the inputs with these options. `reads` lists other files that the command reads, and `output` is the
-        file or folder that it writes.
-        """
+        """Open the inputs; `reads` lists the other files that the command reads, and `output` is its output."""
         return CountedRecords(
             inputs,
             shape=self.shape,

@@ -27,8 +27,8 @@ def removed(
     """List the records that filters, deduplication and max_samples removed from a dataset, in input order.
 
     Prints the file, line and reason of each record and, for a duplicate, the record that was kept instead (its twin).
-    Invalid records are in the rejects file, and rows that were truncated or dropped because of their length are counted
-    in the ledger (see `chatmill stats`).
+    Invalid records are not listed; they are in the rejects file. Rows that were truncated or dropped because of their
+    length are not listed either; the ledger counts them (see `chatmill stats`).
 
     \b
     Examples:
@@ -38,7 +38,7 @@ def removed(
     """
     opened = open_dataset(dataset)
     if opened.metadata is None:
-        raise DataError(f"{dataset}: written by another program, without a list of removed records")
+        raise DataError(f"{dataset}: was written by another program, so it has no list of removed records")
     count = 0
     for record in _wanted(removed_records(opened), reason, source):
         count += 1

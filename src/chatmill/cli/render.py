@@ -42,7 +42,7 @@ def render_command(
         int | None,
         typer.Option(
             min=1,
-            help="Maximum row length in tokens; --fit sets how longer rows are shortened. Default: no truncation.",
+            help="Maximum row length in tokens; see --fit. Default: no truncation.",
         ),
     ] = None,
     fit: Annotated[
@@ -59,7 +59,7 @@ def render_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenize conversations and show, span by span, what is trained and why.
+    """Tokenize conversations and show the loss mask span by span, with the rule for each span.
 
     Does not write a dataset. --json prints one object per row, with token ids, labels (-100 for untrained tokens),
     weights and spans.
@@ -110,7 +110,7 @@ def render_command(
 
 
 def _rendered(records: CountedRecords, renderer: Renderer, render: RenderOptions, limit: int | None) -> Iterator[Rows]:
-    """Yield the first `limit` rows of the records in chunks, and count them as rendered."""
+    """Yield the first `limit` rows of the records, in chunks."""
     counted, ledger, train_on = progress(records, "records"), records.ledger, render.train_on
     if render.unroll:
         conversations = unrolled(counted, renderer, train_on=train_on, on_reject=records.reject, ledger=ledger)
@@ -124,7 +124,7 @@ def _rendered(records: CountedRecords, renderer: Renderer, render: RenderOptions
 
 
 def rendered_json(row: Rows, *, unrolled: bool = False) -> dict[str, Any]:
-    """Return a row as JSON: origin, ids, labels, weights, spans and, if `unrolled`, the message that it ends with."""
+    """Return a row as JSON; if `unrolled`, with the index of its last message."""
     stored = row_json(row)
     [segment] = stored.pop("segments")
     spans = [{name: span[name] for name in SPAN_KEYS} for span in stored.pop("spans")]

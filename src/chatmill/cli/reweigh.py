@@ -16,9 +16,9 @@ def reweigh(
     train_on: Annotated[
         TrainOn,
         typer.Option(
-            help="Turns to train: every assistant turn, the last assistant turn, assistant turns after the last user "
+            help="Turns to train on: every assistant turn, the last assistant turn, assistant turns after the last user "
             "message, or all turns. "
-            "Messages with their own train flag, and tokens that the format never trains, keep their mask."
+            "Messages with their own train flag, and tokens that the format always masks, keep their mask."
         ),
     ],
     output: Annotated[
@@ -32,8 +32,8 @@ def reweigh(
 ) -> None:
     """Copy a dataset with a different loss mask, without tokenizing again.
 
-    Token files are hard-linked, so they take no extra space, or copied where links are not possible, such as on another
-    file system. Either dataset can be removed or replaced without affecting the other. Rows that were truncated or
+    Token files are hard-linked and take no extra space. Where links are not possible, such as on another file system,
+    they are copied. Either dataset can be removed or replaced without affecting the other. Rows that were truncated or
     dropped when DIR was prepared are not restored.
 
     \b

@@ -71,8 +71,8 @@ def build(
 ) -> None:
     """Build a dataset from stored rollouts: keep a prefix of each answer and append the objects that the answer missed.
 
-    Matched coordinates are trained toward the ground truth, and appended objects are trained as well; all other tokens
-    are context. Writes the dataset to OUTPUT.
+    The model is trained on the ground truth of matched coordinates and on the appended objects. All other tokens are
+    context. Writes the dataset to OUTPUT.
 
     \b
     Examples:
@@ -109,7 +109,8 @@ def answers(
 ) -> None:
     """Build a dataset of ground-truth answers, for fine-tuning before rollouts.
 
-    The answer of each record lists all its objects in order, with coordinate tokens; the whole answer is trained.
+    The answer of each record lists all its objects in order, with coordinate tokens. The model is trained on the whole
+    answer.
 
     \b
     Example:
@@ -214,7 +215,6 @@ def _tell(output: Path, metadata: Metadata, health: Health | None, *, as_json: b
 
 
 def health_lines(health: Health) -> Iterator[str]:
-    """Yield summary lines about rollouts: matches, dropped entries and faults."""
     true = health.matched + health.missed
     share = f" ({health.matched / true:.1%})" if true else ""
     yield (

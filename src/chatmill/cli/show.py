@@ -42,8 +42,8 @@ ItsTokenizer = Annotated[
     str | None,
     typer.Option(
         "--tokenizer",
-        help="Tokenizer of the dataset, if it is not found in or next to the dataset or at its original path; for "
-        "records, the tokenizer to render them with (default: bytes).",
+        help="Tokenizer of the dataset, if it is not found in or next to the dataset or at its original path. For "
+        "records: the tokenizer to render them with (default: bytes).",
     ),
 ]
 
@@ -51,7 +51,7 @@ ItsTokenizer = Annotated[
 def show(
     dataset: Viewed,
     episode: Annotated[
-        int | None, typer.Argument(metavar="[EPISODE]", min=0, help="Episode number. Default: list episodes.")
+        int | None, typer.Argument(metavar="[EPISODE]", min=0, help="Episode, counted from 0. Default: list episodes.")
     ] = None,
     split: Split = None,
     search: Annotated[
@@ -65,7 +65,7 @@ def show(
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show an episode turn by turn: roles, text, what is trained, and what was truncated or injected.
+    """Show an episode turn by turn: roles, text, loss mask, and what was truncated or injected.
 
     Without EPISODE, lists episodes. Trained text is colored, or in [brackets] if the output is piped; brackets in the
     text are then written as \\[ and \\]. Packed rows, blocks and rollout targets are shown as stored. Control
@@ -146,9 +146,7 @@ def explain(
 
 
 def warn_about(view: DatasetView) -> None:
-    """Print warnings on standard error: that the records are not prepared, which of them are invalid, and why tokens
-    are shown as ids.
-    """
+    """Print the warnings about a dataset or preview on standard error."""
     if view.preview is not None:
         print_error(view.preview.note)
         for fault in view.preview.faults:
@@ -173,7 +171,6 @@ def _show_one(view: DatasetView, split: str, episode: int, console: Console, *, 
 def _list(
     view: DatasetView, split: str, numbers: Iterable[int], query: str | None, console: Console, *, as_json: bool
 ) -> int:
-    """Print one line per episode; return the number of episodes."""
     count = 0
     for number in numbers:
         count += 1

@@ -87,8 +87,7 @@ def report(
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write an HTML report: lengths, trained tokens, dropped and truncated tokens with reasons, packing, sources and
-    samples.
+    """Write an HTML report about a dataset: trained, truncated and dropped tokens, lengths, packing and samples.
 
     The page is a single file without scripts or external resources, and supports dark mode, printing and keyboard
     navigation. The same dataset always gives the same bytes.
@@ -115,7 +114,7 @@ def report(
 
 
 def stats_of(view: DatasetView, split: str | None, block_sizes: tuple[int, ...]) -> list[SplitStats]:
-    """Return the statistics of the given split, or of all splits that have episodes."""
+    """Return the statistics of a split, or of all splits that have episodes if `split` is None."""
     names = [split] if split is not None else [name for name in view.dataset.splits if len(view.dataset[name])]
     with counting("rows") as advance:
         return [split_stats(view.dataset[name], name, block_sizes=block_sizes, progress=advance) for name in names]

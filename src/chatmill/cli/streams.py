@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 _NOT_PLAIN = re.compile(r"[^ -~\n\t\u200c\u200d]+")
-"""Matches characters that may need escaping: all but printable ASCII, line ends, tabs, and the zero-width joiner and
-non-joiner, which are part of words and emoji.
+"""Matches characters that may need escaping. Zero-width joiners and non-joiners are kept, because words and emoji
+contain them.
 """
 
 

@@ -6,9 +6,7 @@ import warnings
 
 
 def tokenizer_sha256(path: str) -> str | None:
-    """Return the hash stored in caches built with this tokenizer, or None if the packages needed to open it are not
-    installed.
-    """
+    """Return the hash that caches store for this tokenizer, or None if its packages are not installed."""
     try:
         from chatmill.format import load_format
         from chatmill.tokenizer import open_tokenizer

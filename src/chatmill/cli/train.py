@@ -40,8 +40,8 @@ def train(
 
     Writes checkpoints and metrics to OUT_DIR/MODEL_NAME. Every key of a config file is also a flag, such as
     --batch_size 8 or --batch-size 8. Flags override the config file, which overrides chatmill.toml in the current
-    folder; the commands that build caches also read chatmill.toml. Values are JSON or plain text; a boolean flag
-    without a value is true. `python train.py` is the same command.
+    folder. Values are JSON or plain text; a boolean flag without a value is true. `python train.py` is the same
+    command.
 
     \b
     Examples:
@@ -65,15 +65,12 @@ def train(
 
 
 def _decoder(dataset: Place) -> Callable[[Sequence[int]], str] | None:
-    """Return the decoder of a dataset, or None if its tokenizer is not available, in which case sample answers are not
-    shown.
-    """
+    """Return the decoder of a dataset, or None if its tokenizer is not available."""
     text = dataset_text(dataset)
     return None if text.tokenizer is None else text.text
 
 
 def _print_fit(fit: Fit) -> None:
-    """Print an estimate as a table, with notes."""
     from chatmill.train.fitting import FIT_COLUMNS
 
     print_table(FIT_COLUMNS[:1], FIT_COLUMNS[1:], fit.rows())

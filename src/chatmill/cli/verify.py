@@ -23,8 +23,8 @@ def verify(
     """Check the metadata and file sizes of a dataset, and that episodes and spans cover every token exactly once.
 
     Prints OK and the counts of each split. If the dataset has faults, prints one line per fault and exits with code 1.
-    Add --full to read every byte and compare hashes. In datasets written by another program, tokens may be in no
-    episode or in several; the number of such tokens is printed.
+    Add --full to read every byte and compare hashes. In datasets written by another program, a token may be in no
+    episode or in several; the output counts such tokens.
 
     \b
     Examples:
@@ -51,7 +51,7 @@ def verify(
         for fault in result.faults:
             echo_line(fault)
     else:
-        unknown = " (written by another program, without hashes or a number of shards to check)"
+        unknown = " (written by another program, which recorded no hashes and no number of shards)"
         hashed = f" (sha256 {result.sha256})" if result.sha256 else unknown
         echo_line(f"OK: {dataset}{hashed}" + (", every byte read" if full else ""))
         for name, counts in result.splits.items():

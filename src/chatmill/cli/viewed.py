@@ -81,7 +81,7 @@ def open_data(
     token_dtype: str | None = None,
     sources: list[str] | None = None,
 ) -> Iterator[OpenData]:
-    """Open a dataset, or render the first records of other input into a temporary folder that is removed on exit."""
+    """Open a dataset, or render the first records of other input to a temporary folder, which is removed on exit."""
     is_recipe = data.name.lower().endswith(RECIPE_SUFFIXES)
     if not is_recipe and not _holds_records(data):
         if preview != PreviewOptions():
@@ -134,7 +134,7 @@ def _holds_records(data: Place) -> bool:
 
 
 def _record_folders(job: Job) -> tuple[Path, ...]:
-    """Return the folders to search for record files: the current folder, and the common parent of absolute paths."""
+    """Return the folders to search for record files."""
     files = local_files([name for source in job.sources for name in source.inputs])
     absolute = [path.parent for path in files if path.is_absolute()]
     return (Path(), Path(os.path.commonpath(absolute))) if absolute else (Path(),)
