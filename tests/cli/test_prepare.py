@@ -233,14 +233,13 @@ def test_an_empty_val_names_the_smallest_share_that_fills_it(place, monkeypatch,
     command = f"prepare data/primer.jsonl -o x {flags} --val-split"
     line = refused(f"{command} 0.0001")
     share, *others = re.findall(r"--val-split ([0-9.]+)", line)
-    smallest = f"the smallest fraction that fills this split is --val-split {share}"
-    assert line.startswith(f"chatmill: the split val would be empty; {smallest}")
+    assert line.startswith(f"chatmill: the split val would be empty; use at least --val-split {share}")
     assert "the split val would be empty" in refused(f"{command} {float(share) * 0.98:.6g}")
     assert "x/val: 1 episode," in run(monkeypatch, capsys, f"{command} {share}")
     if not others:
         assert "shuffle" in flags
         return
-    assert f", or --val-split {others[0]} with an exact split (--split shuffle --seed 42)" in line
+    assert f", or at least --val-split {others[0]} with --split shuffle --seed 42" in line
     exact = f"prepare data/primer.jsonl -o y --split shuffle --seed 42 --val-split {others[0]}"
     assert "y/val: 1 episode," in run(monkeypatch, capsys, exact)
 
@@ -248,5 +247,5 @@ def test_an_empty_val_names_the_smallest_share_that_fills_it(place, monkeypatch,
 def test_the_scripts_name_their_own_flags_for_an_empty_val(place):
     line = script("prepare_chat_sft.py --input data/primer.jsonl --output_dir x --val_split 0.0001", code=1)
     share, exact = re.findall(r"--val_split ([0-9.]+)", line.stderr)
-    assert f", or --val_split {exact} with an exact split (--seed 42)" in line.stderr and "--split " not in line.stderr
-    assert f"the smallest fraction that fills this split is --val_split {share}," in line.stderr
+    assert f", or at least --val_split {exact} with --seed 42" in line.stderr and "--split " not in line.stderr
+    assert f"use at least --val_split {share}," in line.stderr

@@ -51,7 +51,7 @@ FLAGS = {
     "chat.jsonl -o x --max-tokens 1": (2, "--max-tokens 1 is too small; expected at least 2"),
     "chat.jsonl -o x --max-tokens -4 --pack 0": (2, "--max-tokens -4 is too small; expected at least 2"),
     "chat.jsonl -o x --pack 1": (2, "--pack 1 is too small; expected at least 2"),
-    "chat.jsonl -o x --pack 50 --max-tokens 60": (2, "--max-tokens 60 is over --pack 50; expected at most 50"),
+    "chat.jsonl -o x --pack 50 --max-tokens 60": (2, "--max-tokens 60 is greater than --pack 50; expected at most 50"),
     "chat.jsonl -o x --fit blocks": (2, "--fit blocks requires the block size as --max-tokens"),
     "chat.jsonl -o x --fit blocks --max-tokens 9 --pack 9": (2, "--fit blocks already makes full rows; remove"),
     "chat.jsonl -o new/x --fit blocks --max-tokens 90": (1, 'blocks require rows of a format such as "post-training"'),
@@ -65,7 +65,7 @@ FLAGS = {
     ),
     "chat.jsonl -o new/deep/x --val-split 0.00001": (
         1,
-        "the split val would be empty; the smallest fraction that fills this split is --val-split 0.",
+        "the split val would be empty; use at least --val-split 0.",
     ),
     "chat.jsonl -o x --val-split 0.99999": (1, "the split train would be empty; use more records, or a smaller --val"),
     "chat.jsonl -o x --split shuffle --seed -1": (2, "--seed -1 is negative; expected an integer of at least 0"),

@@ -128,27 +128,27 @@ SOURCE = "sources: [{inputs: a.jsonl}]\n"
 FAULTS = {
     "nothing": ("", "is not a table; expected `sources` and the settings of the dataset"),
     "a list": ("- a", "is not a table"),
-    "cut off": ("sources: [", "not YAML: expected the node content, but found '<stream end>' (at line 1, column 11)"),
-    "a tab": ("sources:\n\t- a", "not YAML: found character '\\t' that cannot start any token (at line 2, column 1)"),
-    "two documents": ("a: 1\n---\na: 2", "not YAML: but found another document (at line 2, column 1)"),
+    "cut off": ("sources: [", "is not valid YAML: expected the node content, but found '<stream end>' (at line 1, column 11)"),
+    "a tab": ("sources:\n\t- a", "is not valid YAML: found character '\\t' that cannot start any token (at line 2, column 1)"),
+    "two documents": ("a: 1\n---\na: 2", "is not valid YAML: but found another document (at line 2, column 1)"),
     "a repeated key": (
         SOURCE + "seed: 1\nseed: 2",
-        'not YAML: the key "seed" is given twice (at line 3, column 1)',
+        'is not valid YAML: the key "seed" is given twice (at line 3, column 1)',
     ),
     "a repeated key of a source": (
         "sources:\n- inputs: a.jsonl\n  'inputs': b.jsonl",
-        'not YAML: the key "inputs" is given twice (at line 3, column 3)',
+        'is not valid YAML: the key "inputs" is given twice (at line 3, column 3)',
     ),
-    "nested too deeply": ("- " * 5000, "not YAML: maximum recursion depth exceeded"),
-    "no UTF-8": (b"a: \xff", "not YAML: "),
-    "a control character": ("a: \0", "not YAML: "),
+    "nested too deeply": ("- " * 5000, "is not valid YAML: maximum recursion depth exceeded"),
+    "no UTF-8": (b"a: \xff", "is not valid YAML: "),
+    "a control character": ("a: \0", "is not valid YAML: "),
     "a Python object": (
         "!!python/object/apply:os.getcwd []",
-        "not YAML: could not determine a constructor for the tag",
+        "is not valid YAML: could not determine a constructor for the tag",
     ),
-    "a tag with a wrong value": ("seed: !!int ''", "not YAML: "),
-    "an unknown alias": ("a: *b", "not YAML: found undefined alias 'b' (at line 1, column 4)"),
-    "a table as a key": ("{{a: 1}: 2}", "not YAML: found unhashable key"),
+    "a tag with a wrong value": ("seed: !!int ''", "is not valid YAML: "),
+    "an unknown alias": ("a: *b", "is not valid YAML: found undefined alias 'b' (at line 1, column 4)"),
+    "a table as a key": ("{{a: 1}: 2}", "is not valid YAML: found unhashable key"),
     "a merge key": ("<<: {seed: 1}\n" + SOURCE, 'the recipe has unknown key "<<" (known: add_tokens, '),
     "a number as a key": (SOURCE + "1: 2", 'the recipe has unknown key "1" (known: add_tokens, '),
     "yes": (SOURCE + "dedupe: yes", "the recipe: dedupe must be true or false"),
@@ -191,7 +191,7 @@ FAULTS = {
     ),
     "filters that no record passes": (
         SOURCE + "filters: {min_turns: 3, max_turns: 2}",
-        "filters: min_turns 3 is over max_turns 2, so no record would be left",
+        "filters: min_turns 3 is greater than max_turns 2; expected at most 2",
     ),
     "no expression": (SOURCE + "filters: {match: '('}", "filters: match is not a regular expression (missing )"),
     "a language by its name": (SOURCE + "filters: {languages: [English]}", 'filters: "English" is not a language code'),
@@ -235,15 +235,15 @@ FAULTS = {
     ),
     "a weight for a single source": (
         "sources: [{inputs: a.jsonl, weight: 1}]",
-        "weight and epochs require several sources, but there is only one; remove them, and train for more epochs",
+        "weight and epochs require several sources, but there is only one; remove weight and epochs",
     ),
     "some weights": (
         "sources: [{inputs: a.jsonl, weight: 1}, {inputs: b.jsonl}, {inputs: c.jsonl, only_val: true}]",
-        "some sources have a weight; give every training source a weight, or remove all weights",
+        "only some sources have a weight; give every training source a weight, or remove all weights",
     ),
     "weights and epochs": (
         "sources: [{inputs: a.jsonl, weight: 1}, {inputs: b.jsonl, epochs: 2}]",
-        "weight and epochs both set how often a source is trained; use only one of them",
+        "weight and epochs both set how often a source is used; use only one of them",
     ),
     "epochs for a validation source": (
         "sources: [{inputs: a.jsonl}, {inputs: b.jsonl, only_val: true, epochs: 1}]",
@@ -276,7 +276,7 @@ def test_toml_that_cannot_be_read_is_reported_in_one_line(text):
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "recipe.toml"])
 def test_a_recipe_must_be_a_small_regular_file(name):
-    assert fault_of("#" * (LIMIT + 1), name) == "has 1,048,577 bytes; expected at most 1,048,576"
+    assert fault_of("#" * (LIMIT + 1), name) == "is 1,048,577 bytes; expected at most 1,048,576"
     Path(name).unlink()
     with pytest.raises(
         DataError, match=r"cannot be read \(No such file or directory\); a recipe is a YAML or TOML file$"

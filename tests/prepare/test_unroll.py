@@ -236,7 +236,7 @@ def test_the_metadata_has_the_key_only_where_it_is_set(tmp_path):
 
 @pytest.mark.parametrize(("job", "source"), [("all", None), ("assistant", "all")])
 def test_unroll_and_all_turns_are_refused_together(job, source):
-    with pytest.raises(UsageError, match="--unroll makes one row per answer, and --train-on all trains every turn"):
+    with pytest.raises(UsageError, match="--unroll makes one row per answer, but --train-on all trains on every turn"):
         Job((InputSource(("x",), train_on=source),), train_on=job, unroll=True).check()
     Job((InputSource(("x",), train_on="last"),), train_on="all", unroll=True).check()
 

@@ -311,12 +311,12 @@ def test_missing_truncated_and_changed_objects_are_reported_and_never_read(s3):
     with pytest.raises(DataError, match=rf"^{place}: the sha256 is [0-9a-f]{{12}}…, but the dataset records "):
         dataset["train"].rows([0])
     [fault] = verify_dataset(url, full=True).faults
-    assert_matches(named + "sha256 .*; the metadata has .*; the object was changed$", fault)
+    assert_matches(named + "sha256 is .*, but the metadata records .*; the object was changed$", fault)
     assert verify_dataset(url, full=False).faults == ()
     objects.write(place, bytes(data[:-1]))
     for full in (False, True):
         [fault] = verify_dataset(url, full=full).faults
-        assert_matches(named + rf"{len(data) - 1} bytes; the metadata has {len(data)}; build", fault)
+        assert_matches(named + rf"is {len(data) - 1} bytes, but the metadata records {len(data)}; build", fault)
     objects.remove([place])
     for full in (False, True):
         [fault] = verify_dataset(url, full=full).faults

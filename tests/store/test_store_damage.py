@@ -153,7 +153,7 @@ def test_reading_rows_of_a_broken_table_is_an_error(dataset):
     ("name", "dtype", "change", "said"),
     [
         ("spans.bin", STORED_SPAN, put("length", 0, 400), "spans do not exactly cover the tokens of their rows"),
-        ("spans.bin", STORED_SPAN, put("role", 0, 254), "a span has a role that is not defined"),
+        ("spans.bin", STORED_SPAN, put("role", 0, 254), "a span has an undefined role"),
         ("spans.bin", STORED_SPAN, put("part", 0, 255), "a span has a part that is not defined"),
         ("spans.bin", STORED_SPAN, put("rule", 0, 255), "a span has a rule that is not defined"),
         ("origins.bin", SEGMENT, put("row", 1, 2**63), "a segment is out of order"),

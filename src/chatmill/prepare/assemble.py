@@ -47,10 +47,9 @@ def assemble(
     on_tokens: Callable[[int], None] = lambda tokens: None,
     on_shard: Callable[[Path, ShardInfo], None] = lambda folder, info: None,
 ) -> dict[str, SplitInfo]:
-    """Write the selected rows of each split of the job to a folder below `staging`; raise `DataError` if a split is
-    empty.
+    """Write the selected rows of each split to a folder in `staging`; raise `DataError` if a split is empty.
 
-    `on_shard` is called with the folder of each shard when its files are complete.
+    `on_shard` is called with the folder of each completed shard.
     """
     splits = {}
     for name in split_names(job):
@@ -76,7 +75,7 @@ def assemble_by_shard(
     ledger: Ledger,
     on_tokens: Callable[[int], None],
 ) -> dict[str, SplitInfo]:
-    """Like `assemble`, but `write` writes the shards independently and yields information about each in order. Stream
+    """Like `assemble`, but `write` writes the shards, in parallel, and yields their counts and hashes in order. Stream
     blocks are not supported.
     """
     numbers: dict[str, dict[File, int]] = {name: {} for name in split_names(job)}
@@ -142,9 +141,8 @@ def _why_empty(
         if name == "val" and (shares := smallest_shares(staged, job)) is not None:
             by_hash, exact = (f"--val-split {share:.16g}" for share in shares)
             if job.split == "shuffle":
-                return f"the smallest fraction that fills this split is {exact}"
-            shuffle = f"{exact} with an exact split (--split shuffle --seed {job.seed})"
-            return f"the smallest fraction that fills this split is {by_hash}, or {shuffle}"
+                return f"use at least {exact}"
+            return f"use at least {by_hash}, or at least {exact} with --split shuffle --seed {job.seed}"
         return f"use more records, or a {'larger' if name == 'val' else 'smaller'} --val-split"
     lost = [
         f"{entry.rows} {reason}" for bucket, reason, entry in ledger if bucket in ("rejected", "filtered", "dropped")
@@ -202,7 +200,7 @@ def _packed(plan: ShardPlan, first: Index) -> Iterator[Rows]:
 
 
 def by_file(of: Numbers) -> list[Index]:
-    """Group the positions in `of` by file: return one array of positions per file."""
+    """Return one array per file, with the positions at which `of` has this file."""
     order = np.argsort(of, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(of[order])) + 1)
 

@@ -46,8 +46,8 @@ def build_dir(
 ) -> Iterator[BuildDir]:
     """Lock and create the build folders, which are removed when the block ends.
 
-    After an error that the input did not cause, the units are kept for --resume. `name` is the dataset name to show in
-    errors, if the dataset is not built where it is published.
+    After an error that the input did not cause, the units are kept for --resume. `name` is the name of the dataset in
+    error messages, if it is not `target`.
     """
     staging = staging_for(target)
     units, lock = (staging.with_name(f"{staging.name}.{name}") for name in ("units", "lock"))
@@ -91,8 +91,8 @@ class CleanedBuilds:
 
 
 def clean_builds(target: Path, *, older_than: float, dry_run: bool) -> CleanedBuilds:
-    """Remove the folders that a killed build left next to `target`, except a folder with a file written in the last
-    `older_than` seconds.
+    """Remove the folders that a killed build left next to `target`; keep a folder with a file younger than `older_than`
+    seconds.
     """
     staging = staging_for(target)
     units, lock = (staging.with_name(f"{staging.name}.{name}") for name in ("units", "lock"))
@@ -112,8 +112,7 @@ def clean_builds(target: Path, *, older_than: float, dry_run: bool) -> CleanedBu
 
 
 def _take_over(staging: Path, units: Path, job: bytes, *, resume: bool) -> bool:
-    """Remove the files of an earlier build, except units to resume from; return whether there are units to resume
-    from."""
+    """Remove the files of an earlier build, except units to resume from; return whether there are such units."""
     path = units / JOB
     resumed = resume and path.is_file()
     if resumed and path.read_bytes() != job:
@@ -138,9 +137,7 @@ def _remove(folder: Path, kind: FolderKind) -> str:
 
 @contextmanager
 def _alone(lock: Path, target: Place) -> Iterator[None]:
-    """Hold a lock during the block; raise `DataError` if another build holds it. If this process is killed, the lock is
-    released when its workers have exited.
-    """
+    """Hold a lock during the block; raise `DataError` if another build holds it."""
 
     def opened() -> int:
         try:

@@ -34,8 +34,7 @@ from chatmill.store.remote_files import STAGING
 from chatmill.store.remote_publish import RemoteTarget
 
 TASKS_PER_CPU = 2
-"""Minimum number of shard-writing tasks per CPU, if there are enough shards, so that few CPUs are idle at the end.
-"""
+"""Minimum number of shard-writing tasks per CPU, so that few CPUs are idle at the end."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class ClusterBuild:
 
     @property
     def units(self) -> Url:
-        """URL of the staged objects; a resumed build uses the same URL, even on another machine."""
+        """URL of the staged objects; the same for a resumed build."""
         return self.target.url / STAGING / hashlib.sha256(self.fingerprint).hexdigest()
 
     @contextmanager
@@ -71,7 +70,7 @@ class ClusterBuild:
         return self.engine.run(units, job, renderer, self.units, resume=self.resume)
 
     def staged(self, unit: Unit, done: Done, lines_before: int, folder: Path) -> Iterator[StagedFile]:
-        """Return the staged objects of a unit, after copying their heads to `folder`."""
+        """Copy the heads of a unit's staged objects to `folder`, and yield the objects."""
         for number, head in enumerate(done.heads):
             name = unit.staged_name(number)
             (folder / name).write_bytes(head)
@@ -88,7 +87,7 @@ class ClusterBuild:
         ledger: Ledger,
         on_tokens: Callable[[int], None],
     ) -> dict[str, SplitInfo]:
-        """Like `assemble`, but the shards are written and uploaded by tasks."""
+        """Like `assemble.assemble`, but Ray tasks write and upload the shards."""
         per_task = self._shards_per_task(job, ledger)
         write = partial(self.engine.write_shards, target=self.target, vocab_size=vocab_size, per_task=per_task)
         return assemble_by_shard(staged, chosen, job, write=write, ledger=ledger, on_tokens=on_tokens)

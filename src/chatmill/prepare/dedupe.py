@@ -24,13 +24,11 @@ if TYPE_CHECKING:
 
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.signedinteger[Any]]
-"""Record numbers, stored in 4 bytes unless there are too many records."""
+"""Record indexes, as 4-byte integers unless there are too many records."""
 Pairs = tuple[Numbers, Numbers]
 
 COMPARED = 32
-"""Maximum number of preceding candidates to compare a record with, in addition to the first candidate. Only very large
-groups have more candidates.
-"""
+"""Maximum number of preceding candidates to compare a record with, in addition to the first candidate."""
 PAIRS = 2**16
 """Number of pairs whose signatures are in memory at once."""
 LOWER = np.uint64(2**32 - 1)
@@ -43,22 +41,20 @@ class Duplicates:
     """Duplicates among the records that have rows, in input order."""
 
     twin: Numbers
-    """Number of the record that is kept instead; -1 for a record that is not a duplicate.
+    """Index of the record that is kept instead; -1 for a record that is not a duplicate.
 
-    For an exact duplicate, this is the number of the first equal record, which may be a near-duplicate of another
-    record.
+    For an exact duplicate, this is the first equal record, which may itself be a near-duplicate of another record.
     """
     near: Flags
-    """Whether the record is a near-duplicate, rather than an exact duplicate, of the record that is kept."""
+    """Whether the record is a near-duplicate, not an exact duplicate."""
 
 
 def find_duplicates(staged: Sequence[StagedFile], job: Job, excluded: Sequence[Flags] | None = None) -> Duplicates:
-    """Find all duplicates: the first of equal records is kept, by source precedence and then by input order.
+    """Find all duplicates. Of several equal records, the first is kept, by source precedence and then by input order.
 
     For each file, `excluded` marks the rows of records that are not compared.
-
-    Records are numbered in order of precedence, so the first record of a group has the smallest number.
     """
+    # Number records in order of precedence, so that the first record of a group has the smallest number.
     counts = [int(record_begins(file.head()).sum()) for file in staged]
     order = sorted(range(len(staged)), key=lambda at: _precedence(job, staged[at].source))
     files = _Files([staged[at] for at in order], offsets(np.array([counts[at] for at in order], dtype=np.int64)))
@@ -102,7 +98,7 @@ class _Files:
 
     files: Sequence[StagedFile]
     start: NDArray[np.int64]
-    """For each file, the number of its first record that has rows, followed by the total number of such records."""
+    """Index of the first record of each file, followed by the total. Only records that have rows are counted."""
 
     @property
     def count(self) -> int:
@@ -113,7 +109,7 @@ class _Files:
         return np.int32 if self.count < 2**31 else np.int64
 
     def column(self, name: str, *, band: int | None = None) -> Iterator[tuple[slice, NDArray[Any]]]:
-        """Yield a column one file at a time: the numbers of the records that have rows, and their values."""
+        """Yield a column file by file: the range of record indexes, and the values of these records."""
         for at, file in enumerate(self.files):
             if self.start[at] < self.start[at + 1]:
                 unit = file.head()
@@ -135,7 +131,7 @@ class _Files:
 def _exact(files: _Files, skipped: Flags) -> Numbers:
     """For each record, return the first record with the same key, or -1 for that first record and for skipped records.
 
-    Keys are compared in sixteen passes, so memory use is little more than 16 bytes per key.
+    Keys are compared in sixteen passes, to limit memory use to little more than 16 bytes per key.
     """
     keys = np.empty((files.count, 2), dtype="<u8")
     for here, values in files.column("exact"):
@@ -238,10 +234,9 @@ class _Groups:
 
     def __init__(self, count: int, dtype: Any) -> None:
         self._earlier: Numbers = np.arange(count, dtype=dtype)
-        """Parent of each record in the union-find: the record itself, or an earlier record of the same group."""
+        """Parent of each record: itself, or an earlier record of its group."""
 
     def first(self, numbers: Numbers) -> Numbers:
-        """Return the first record of each record's group."""
         earlier = self._earlier[numbers]
         while np.any((further := self._earlier[earlier]) != earlier):
             earlier = further

@@ -1,8 +1,8 @@
 """Columns for finding duplicates: computed for each record when it is rendered, and staged with its rows.
 
     exact      u64[R, 2]        hash of the normalized conversation
-    bands      u32[BANDS, R]    hashes of groups of MinHash values: near-duplicates have at least one in common
-    signature  u8[R, 128]       the low bytes of the MinHash values: their share in common estimates the similarity
+    bands      u32[BANDS, R]    hashes of groups of MinHash values: near-duplicates share at least one
+    signature  u8[R, 128]       the low bytes of the MinHash values: the share of equal bytes estimates the similarity
 
 The similarity of two conversations is the Jaccard index of their sets of 5-token sequences; system messages are
 ignored. The values of a record depend only on that record and the job.
@@ -42,8 +42,7 @@ _ROWS = 2048
 """Conversations per MinHash call, to limit the memory for the Python integers that it returns."""
 _ENCODER = msgspec.msgpack.Encoder()
 _FIRST_ROLE = 0xF8
-"""Prefix byte of texts with the first role; each further role uses the next byte. The prefix bytes do not occur in
-UTF-8, so no text contains them.
+"""Prefix byte of texts with the first role; each further role uses the next byte. These bytes do not occur in UTF-8.
 """
 _WITH_FIELDS = b"\xff"
 _IS_SPACE = np.zeros(256, dtype=bool)
@@ -61,7 +60,7 @@ def _multipliers() -> NDArray[np.uint64]:
 
 
 def dedupe_identity(job: Job) -> dict[str, Any]:
-    """Return the Unicode and MinHash versions, which affect the columns and must be the same in a resumed build."""
+    """Return the Unicode and MinHash versions, which must be the same in a resumed build."""
     if not job.removes_duplicates:
         return {}
     identity = {"unicode": unicodedata.unidata_version}
@@ -71,7 +70,7 @@ def dedupe_identity(job: Job) -> dict[str, Any]:
 
 
 def dedupe_columns(batch: Sequence[Record] | Sequence[Unrolled], rows: Rows, record_of: Index, job: Job) -> Columns:
-    """Return the columns for the records of a batch, given its rendered rows; empty if the job keeps duplicates."""
+    """Return the columns for the records of a batch; empty if the job keeps duplicates."""
     if not job.removes_duplicates:
         return {}
     records = batch if isinstance(batch, ChatColumns) else [_record(each) for each in batch]
@@ -103,8 +102,7 @@ def normalized(text: str) -> str:
 
 
 def exact_keys(records: Sequence[Record]) -> NDArray[np.uint64]:
-    """Return a key of two numbers for each record. Records with the same tools, roles, normalized texts and other
-    message fields have the same key.
+    """Return a 16-byte key per record. Records that differ only in the case and whitespace of texts have the same key.
     """
     keys = _column_keys(records) if isinstance(records, ChatColumns) else None
     if keys is None:
@@ -139,9 +137,7 @@ def _is_plain(message: Message) -> bool:
 
 
 def _column_keys(columns: ChatColumns) -> bytes | None:
-    """Return the keys of records in columns, normalizing all texts at once, or None if a text contains NUL, the
-    separator.
-    """
+    """Normalize all texts at once and return the keys; None if a text contains NUL, which separates the texts."""
     place = offsets(columns.stop - columns.start + 1)
     parted = np.zeros(place[-1], dtype=np.uint8)
     copy_ranges(np.frombuffer(columns.data, dtype=np.uint8), columns.start, columns.stop, parted, place[:-1] + 1)
@@ -205,8 +201,7 @@ def minhash(hashes: NDArray[np.uint64], start: Index) -> NDArray[np.uint32]:
 
 
 def band_size(threshold: float) -> int:
-    """Return the largest band size for which two conversations of the given similarity share a band with a probability
-    of at least `RECALL`.
+    """Return the largest band size with which near-duplicates share a band with a probability of at least `RECALL`.
 
     >>> band_size(0.8), band_size(0.5)
     (6, 3)

@@ -39,10 +39,10 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """Runs units in `workers` processes on this machine, forked so that the tokenizer is loaded once and shared.
+    """Runs units in `workers` forked processes on this machine, which share one loaded tokenizer.
 
     Workers exit with this process, or when the other end of the pipe `parent` (a file descriptor) is closed. If a
-    worker is killed, the error message ends with the advice `if_killed`.
+    worker is killed, the error message ends with `if_killed`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class LocalEngine:
     def write_shards(
         self, plans: Iterable[ShardPlan], staging: Path, *, vocab_size: int
     ) -> Generator[ShardInfo, None, None]:
-        """Write the shards of a dataset in parallel, and yield information about each in order."""
+        """Write the shards of a dataset in parallel, and yield their counts and hashes in order."""
 
         def write(plan: ShardPlan) -> ShardInfo:
             return write_shard(plan, staging / plan.split, vocab_size=vocab_size)
@@ -87,9 +87,7 @@ class LocalEngine:
     def in_order(
         self, work: Callable[[T], R], items: Iterable[T], *, processes: int, most: int | None = None
     ) -> Generator[R, None, None]:
-        """Yield the results of `work` in the order of the items. At most `most` items are submitted at a time, or all
-        if None.
-        """
+        """Yield the results of `work` in the order of the items, with at most `most` items submitted at a time."""
         # Freeze objects created before the fork, so that garbage collection does not touch their shared pages.
         gc.collect()
         gc.freeze()

@@ -1,12 +1,12 @@
 """Read the `--exclude` file, which lists records to leave out. The viewer can export an `--exclude` file.
 
-    {"file": "chat.jsonl", "line": 812}    the record at a line of an input file, as the dataset names the file
+    {"file": "chat.jsonl", "line": 812}    the record at this line; the file has the same name as in the dataset
     {"id": "oasst-17"}                     every record with this id
     chat.jsonl:812                         the same as the first
     oasst-17                               the same as the second, if it does not end in a colon and a number
 
-Empty lines and lines that begin with # are ignored, as are JSON keys other than file, line and id. The file
-`removed.jsonl` of a dataset can also be passed as `--exclude`.
+Empty lines, lines that begin with #, and other JSON keys are ignored, so the `removed.jsonl` of a dataset can also be
+passed as `--exclude`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def read_excluded(path: str | None) -> Excluded:
     try:
         here = local_file(path, limit=LIMIT)
         if (size := check_plain(here)) > LIMIT:
-            raise DataError(f"{path}: has {size:,} bytes; a list of excluded records has at most {LIMIT:,}")
+            raise DataError(f"{path}: is {size:,} bytes; expected at most {LIMIT:,}")
         with open_plain(here) as file:
             for number, raw in enumerate(file, 1):
                 digest.update(raw)

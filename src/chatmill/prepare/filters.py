@@ -1,7 +1,7 @@
 """Filters that decide which records and rendered conversations a job keeps.
 
 Filters on turns, text, language and predicates check a record before it is rendered. Filters on tokens and the trained
-share check the rendered rows of many conversations at once, before truncation.
+share check rendered rows, before truncation.
 """
 
 from __future__ import annotations
@@ -50,12 +50,11 @@ RecordTest = Callable[[Record], bool]
 
 
 def reason(name: str) -> str:
-    """Return the name of a filter as shown in the ledger and in the list of removed records."""
+    """Return the reason in the ledger and in the list of removed records."""
     return "excluded" if name == EXCLUDE else f"filter {name}"
 
 
 def filters_of(job: Job, source: int) -> tuple[Filters, ...]:
-    """Return the filters for the records of a source: the job's filters and the source's own."""
     return (job.filters, job.sources[source].filters)
 
 
@@ -119,9 +118,7 @@ def _module_hash(module: ModuleType) -> str:
 
 @lru_cache
 def _loaded(predicate: Predicate) -> Callable[[Any], Any]:
-    """Import the function of a predicate in this process; raise `DataError` if its file differs from that of the main
-    process.
-    """
+    """Import the function of a predicate; raise `DataError` if the main process imported a different file."""
     module, function = _function(predicate.name, predicate.folder)
     if _module_hash(module) != predicate.sha256:
         raise DataError(
@@ -197,7 +194,7 @@ class _MatchTimeError(Exception):
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise `_MatchTimeError` in the block after `seconds`. Works only in the main thread, which receives signals.
 
-    No other thread runs during a regular expression match, so only a signal can stop a match that never ends.
+    A regular expression match holds the GIL, so only a signal can stop it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -294,7 +291,7 @@ def failed_row_filters(
 ) -> NDArray[np.uint8]:
     """For each row, return 0 if it is kept, or 1 + the index in `NAMES` of the first filter that removes it.
 
-    A conversation is kept or removed with all its rows, which are consecutive and have the same number in `record_of`.
+    A conversation is kept or removed with all its rows, which are consecutive and have the same index in `record_of`.
     The token count of a conversation is the length of its longest row; its trained share is computed over all its rows.
     """
     failed = np.zeros(len(record_of), dtype=np.uint8)

@@ -27,9 +27,7 @@ SERVE = "from chatmill.prepare.fresh_process import serve; serve()"
 def run_in_fresh_process(
     units: Sequence[Unit], job: Job, renderer: Renderer, folder: Path, *, workers: int
 ) -> Generator[Done, None, None]:
-    """Like `LocalEngine.run`, but fork the workers from a new process. Workers stop writing to the folder when the
-    generator is closed or this process exits.
-    """
+    """Like `LocalEngine.run`, but fork the workers from a new process."""
     pipe, its_end = Pipe()
     with its_end:
         # Use a separate process group, so that Ctrl-C reaches only this process, which then closes the generator.

@@ -38,7 +38,7 @@ POSITIVE = ValueCheck(
     "a number over 0", lambda value: value is None or (type(value) in (int, float) and 0 < value <= LARGEST)
 )
 TABLE = ValueCheck("a table of filters", lambda value: isinstance(value, Filters))
-UNROLL_ALL = "--unroll makes one row per answer, and --train-on all trains every turn; use only one of them"
+UNROLL_ALL = "--unroll makes one row per answer, but --train-on all trains on every turn; use only one of them"
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,10 @@ class Filters:
     predicate: str | None = key(None, "Python function as module:function; requires --allow-code.")
 
     def faults(self) -> Iterator[str]:
-        """Yield the errors in the filters."""
         for what in ("tokens", "turns", "trained_share"):
             least, most = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
             if least is not None and most is not None and least > most:
-                yield f"min_{what} {least} is over max_{what} {most}, so no record would be left"
+                yield f"min_{what} {least} is greater than max_{what} {most}; expected at most {most}"
         for name in ("match", "no_match"):
             try:
                 re.compile(getattr(self, name) or "")
@@ -85,13 +84,13 @@ class InputSource:
     inputs: tuple[str, ...] = required("Files, globs, folders and URLs to read.")
     shape: str | None = key(None, "Shape of the records. Default: detected from the first records.")
     name: str | None = key(None, "Name of the source. Default: the name of each file.")
-    train_on: TrainOn | None = key(None, "Turns to train in this source. Default: the job's train_on.")
+    train_on: TrainOn | None = key(None, "Turns to train on in this source. Default: the job's train_on.")
     only_val: bool = key(False, "Use this source only for validation.")
     weight: float | None = key(
         None, "Share of training rows from this source, relative to the weights of the other sources.", POSITIVE
     )
     epochs: float | None = key(
-        None, "How often each row of this source is trained per pass over the dataset.", POSITIVE
+        None, "How often each row of this source is used per pass over the dataset.", POSITIVE
     )
     max_samples: int | None = key(
         None,
@@ -108,7 +107,7 @@ class InputSource:
         metavar="NAME=COLUMN,...",
     )
     response_template: str | None = key(
-        None, "For plain-text records: train only the text after this string.", metavar="TEXT"
+        None, "For plain-text records: train only on the text after this string.", metavar="TEXT"
     )
     instruction_template: str | None = key(
         None, "With --response-template: string that starts the next prompt; the answer ends before it.", metavar="TEXT"
@@ -157,12 +156,12 @@ class Job:
     )
     text_tokens: TextTokens = key(
         "as-transformers",
-        "With --format template: whether to encode added tokens such as <think> in message text as single tokens, as "
-        "transformers does, or as plain text (never). Special tokens and header tokens in message text are always "
-        "encoded as plain text.",
+        "With --format template: how to encode added tokens such as <think> in message text: as single tokens, like "
+        "transformers, or as plain text (never). Special tokens and header tokens in message text are always encoded "
+        "as plain text.",
     )
     allow_no_end_token: bool = key(
-        False, "With --format template: train answers without an end-of-turn token instead of refusing them."
+        False, "With --format template: train on answers without an end-of-turn token instead of refusing them."
     )
     strip_prompt_space: bool = key(
         False,
@@ -170,7 +169,7 @@ class Job:
     )
     train_on: TrainOn = key(
         "assistant",
-        "Turns to train: every assistant turn, the last assistant turn, assistant turns after the last user message, "
+        "Turns to train on: every assistant turn, the last assistant turn, assistant turns after the last user message, "
         "or all turns except tool results.",
     )
     unroll: bool = key(
@@ -191,14 +190,14 @@ class Job:
     val_split: float = key(0.0, "Fraction of conversations for validation.")
     split: SplitBy = key(
         "hash",
-        "Choose validation conversations by a hash of their content, which is stable when data is added, "
+        "How to choose validation conversations: by a hash of their content, which is stable when data is added, "
         "or by a shuffle.",
     )
     seed: int = key(42, "Seed for --split shuffle.")
     shard_tokens: int = key(SHARD_TOKENS, "Tokens per shard.")
     dedupe: bool = key(
         False,
-        "Keep only the first of several conversations that differ only in case and whitespace.",
+        "Of conversations that differ at most in case and whitespace, keep only the first.",
     )
     near_dedupe: float | None = key(
         None,
@@ -208,7 +207,7 @@ class Job:
     )
     precedence: tuple[str, ...] = key(
         (),
-        "Source names in order of precedence: among duplicates, the record from the first source in this list is kept.",
+        "Source names in order of precedence. Of duplicates, the record from the first source in this list is kept.",
         flag=NO_FLAG,
     )
     filters: Filters = key(Filters(), "Filters for all sources.", TABLE, flag=NO_FLAG)
@@ -235,7 +234,9 @@ class Job:
         if self.pack is not None and self.pack > LONGEST:
             faults.append(f"--pack {self.pack} is too large; expected at most {LONGEST}")
         if self.pack is not None and self.max_tokens is not None and self.max_tokens > self.pack:
-            faults.append(f"--max-tokens {self.max_tokens} is over --pack {self.pack}; expected at most {self.pack}")
+            faults.append(
+                f"--max-tokens {self.max_tokens} is greater than --pack {self.pack}; expected at most {self.pack}"
+            )
         if self.fit == "blocks" and self.max_tokens is None:
             faults.append("--fit blocks requires the block size as --max-tokens")
         if self.fit == "blocks" and self.pack is not None:
@@ -258,7 +259,6 @@ class Job:
             raise UsageError("; ".join(faults))
 
     def _source_faults(self) -> Iterator[str]:
-        """Yield the errors in sources and in keys that refer to them."""
         names = [source.name for source in self.sources if source.name is not None]
         for name in names:
             if not name or "/" in name or "\\" in name:
@@ -290,7 +290,6 @@ class Job:
         return any(source.only_val or self.val_share(source) > 0 for source in self.sources)
 
     def val_share(self, source: InputSource) -> float:
-        """Return the fraction of a source that is used for validation."""
         return self.val_split if source.val_split is None else source.val_split
 
     @property
@@ -298,7 +297,7 @@ class Job:
         return self.dedupe or self.near_dedupe is not None
 
     def source_name(self, number: int) -> str | None:
-        """Return the name of a source in the dataset; None for a single source, or if any source has no name."""
+        """Return the name of a source; None if there is only one source, or if any source has no name."""
         named = len(self.sources) > 1 and all(source.name is not None for source in self.sources)
         return self.sources[number].name if named else None
 
@@ -315,9 +314,7 @@ class Job:
         return existing(self.tokenizer, self.format, self.chat_template, self.exclude)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all keys, without the user, password and query of URLs, which are secret and may differ between
-        builds.
-        """
+        """Return all keys. The user, password and query of URLs are removed, because they are secret."""
         stored = asdict(self)
         for source in stored["sources"]:
             source["inputs"] = tuple(map(_safe, source["inputs"]))
@@ -328,21 +325,20 @@ class Job:
 
 
 def _mix_faults(sources: Sequence[InputSource]) -> Iterator[str]:
-    """Yield the errors in `weight` and `epochs`, which set how training mixes the sources."""
     trained = [source for source in sources if not source.only_val]
     mixed = [source for source in sources if source.weight is not None or source.epochs is not None]
     if not mixed:
         return
     if len(sources) == 1:
-        yield "weight and epochs require several sources, but there is only one; remove them, and train for more epochs"
+        yield "weight and epochs require several sources, but there is only one; remove weight and epochs"
         return
     if any(source.only_val for source in mixed):
         yield "weight and epochs are for training; remove them from sources that are only_val"
     weights = [source.weight is not None for source in trained]
     if any(weights) and any(source.epochs is not None for source in trained):
-        yield "weight and epochs both set how often a source is trained; use only one of them"
+        yield "weight and epochs both set how often a source is used; use only one of them"
     elif any(weights) and not all(weights):
-        yield "some sources have a weight; give every training source a weight, or remove all weights"
+        yield "only some sources have a weight; give every training source a weight, or remove all weights"
     if any(source.name is None for source in sources):
         yield "weight and epochs require source names; give each source a `name`"
 

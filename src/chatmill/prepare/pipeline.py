@@ -72,9 +72,9 @@ def prepare_dataset(
     >>> {name: split.num_episodes for name, split in metadata.splits.items()}
     {'train': 356, 'val': 44}
 
-    `renderer` is the renderer of the job, if it is already open. `resume` reuses the units completed by an interrupted
-    build of the same job. Rejected records are passed to `on_fault`. `allow_code` lists the filter predicates
-    (module:function) that may run.
+    `renderer` is the renderer of the job, if it is already open. `resume` continues an interrupted build of the same
+    job. Rejected records are passed to `on_fault`. `allow_code` lists the filter predicates (module:function) that may
+    run.
     """
     job.check()
     check_languages(job)
@@ -175,10 +175,10 @@ def units_of(
 
 
 def relative_names(paths: Sequence[Place]) -> list[str]:
-    """Return file names that do not depend on where the files are: as given, or relative to the common parent folder.
+    """Return file names that do not depend on where the files are.
 
-    A URL is treated like an absolute path; if there are also local files, the whole URL is stored. Standard input is
-    `-`.
+    If all local paths are relative, they are kept; otherwise they become relative to their common parent folder. URLs
+    become relative to theirs, unless there are also local files. Standard input is `-`.
     """
     here = [path for path in paths if isinstance(path, Path) and not is_standard_input(path)]
     urls = [path for path in paths if isinstance(path, Url)]
@@ -199,8 +199,6 @@ def _below_common(absolute: Sequence[Path]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Build:
-    """State shared by the steps of a build."""
-
     job: Job
     renderer: Renderer
     inputs: InputFiles
@@ -208,7 +206,7 @@ class _Build:
     place: BuildDir
     on_progress: Callable[[BuildProgress], None]
     cluster: ClusterBuild | None
-    """The Ray cluster that builds the dataset, if its target is a URL."""
+    """Set if a Ray cluster builds a dataset at a URL."""
     excluded: Excluded
 
 
@@ -271,9 +269,7 @@ def _write(
     engine: Engine | None = None,
     on_shard: Callable[[Path, ShardInfo], None] = lambda folder, info: None,
 ) -> Metadata:
-    """Write all files of the dataset from staged rows, metadata last; a local `engine` may write shards in worker
-    processes.
-    """
+    """Write all files of the dataset from staged rows, metadata last."""
     if not ledger.total("read").rows:
         raise DataError("the input has no records; expected at least one")
     rendered, written = ledger.total("rendered", "repeated"), 0
@@ -318,15 +314,14 @@ def _write(
 
 
 def _is_large(job: Job, tokens: int) -> bool:
-    """Whether shards are written in worker processes. Stream blocks are cut in order by the main process."""
+    """Whether worker processes write the shards. Stream blocks must be cut in order, by one process."""
     return job.fit != "blocks" and tokens >= max(FORKED_TOKENS, 2 * job.shard_tokens)
 
 
 def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], inputs: InputFiles, excluded: Excluded) -> bytes:
-    """Return the fingerprint of a build. The units of an interrupted build are reused only if it has the same
-    fingerprint.
+    """Return the fingerprint of a build; only a build with the same fingerprint can be resumed.
 
-    The fingerprint covers only the sizes of input files; each unit stores a hash of the bytes that it read.
+    The fingerprint covers only the sizes of input files. Each unit stores a hash of the bytes that it read.
     """
     parts = [(label(unit.part.path), unit.part.start, unit.part.stop, unit.part.shape) for unit in units]
     files = {label(path): size for path, size in inputs.sizes.items()}
@@ -373,7 +368,7 @@ def _config(job: Job, units: Sequence[Unit], excluded: Excluded) -> dict[str, An
 
 
 def _selection_keys(source: InputSource) -> dict[str, Any]:
-    """Return the keys of a source that are set and select its records."""
+    """Return the keys that select the records of a source, if they are set."""
     filters = {name: value for name, value in asdict(source.filters).items() if value not in (None, ())}
     keys = {"val_split": source.val_split, "max_samples": source.max_samples, "filters": filters or None}
     return {name: value for name, value in keys.items() if value is not None}

@@ -37,8 +37,8 @@ def prepare_preview(
 ) -> Preview:
     """Build a dataset of the first `records` records of each source of a job.
 
-    Invalid records are always skipped, regardless of `job.on_error`, and passed to `on_fault`. Only sources that are
-    used entirely for validation have a validation split, because a fraction of a few records may be empty.
+    Invalid records are always skipped, regardless of `job.on_error`, and passed to `on_fault`. The validation split has
+    only the sources with `only_val`, because a fraction of a few records may be empty.
     """
     sources = tuple(replace(source, val_split=None) for source in job.sources)
     engine = _FirstRecordsEngine(records)

@@ -1,8 +1,7 @@
 """`build_cache`: build the primer cache of one source from a file of conversations.
 
-Reads all records, shuffles them with the seed, splits them, keeps the last tokens of each row, and writes one example
-per row. The shuffle needs all rows at once, so a source must fit in memory. Rows are arrays of ids and spans, so no
-Python object is created per token.
+Reads all records, shuffles and splits them, keeps the last tokens of each row, and writes one example per row. The
+shuffle needs all rows at once, so a source must fit in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from chatmill.store.publish import refuse_inside
 from chatmill.tokenizer import open_tokenizer
 
 SHAPES = {"primer": "primer", "oasst1": "oasst1", "dolly15k": "dolly"}
-"""The sources that a cache can be built from, and the shape of the records of each source."""
+"""The record shape of each source that a cache can be built from."""
 LEAST_TOKENS = 2
 CHUNK = 4096
 
@@ -60,7 +59,7 @@ def build_cache(
     overwrite: bool = False,
     progress: Callable[[Iterable[Record]], Iterable[Record]] = iter,
 ) -> CacheMeta:
-    """Render, split, truncate and write the records of one source; the ledger accounts for every row.
+    """Render, split, truncate and write the records of one source.
 
     `progress` wraps the iterator of records, for example to count them.
     """

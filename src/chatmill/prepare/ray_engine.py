@@ -38,7 +38,7 @@ TASKS_PER_CPU = 4
 REMOVED_TOGETHER = 500
 """Objects removed per task."""
 LOOK_SECONDS = 1.0
-"""While waiting for a task, the number of seconds between checks that the cluster is reachable."""
+"""Seconds between checks that the cluster is reachable."""
 MISSED = 4
 """Number of consecutive failed checks after which the cluster counts as lost."""
 
@@ -68,7 +68,7 @@ class RayEngine:
     def write_shards(
         self, plans: Iterable[ShardPlan], target: RemoteTarget, *, vocab_size: int, per_task: int = 1
     ) -> Generator[ShardInfo, None, None]:
-        """Write shards of a dataset at a URL from staged objects, and yield information about each in order."""
+        """Write shards of a dataset at a URL from staged objects, and yield their counts and hashes in order."""
         left = iter(plans)
         tasks = iter(lambda: list(islice(left, per_task)), [])
         for infos in self._in_order(_write, tasks, (target, vocab_size)):
@@ -81,7 +81,6 @@ class RayEngine:
             pass
 
     def num_cpus(self) -> int:
-        """Number of CPUs of the whole cluster."""
         with self.connected() as ray:
             return int(ray.cluster_resources().get("CPU", 1))
 
@@ -149,7 +148,7 @@ def _check_reachable(address: str | None) -> None:
 
 
 def _places(ray: Any) -> list[str]:
-    """Return HOST:PORT of the cluster head and of this node's raylet: if either is lost, Ray kills this process or
+    """Return HOST:PORT of the cluster head and of this node's raylet. If one of them is lost, Ray kills this process or
     hangs.
     """
     if ray.util.client.ray.is_connected():

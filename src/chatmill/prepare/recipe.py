@@ -72,7 +72,7 @@ def _without_flags(text: str) -> str:
 
 
 def named(sources: Sequence[InputSource], faults: list[str]) -> list[InputSource]:
-    """Give each source a name, by default that of its first input; report sources without a usable name."""
+    """Name each source without a name after its first input; add a fault if that is not possible."""
     for number, source in enumerate(sources):
         if source.name is None and not _input_name(source.inputs[0]):
             faults.append(f'source {number} ("{one_line(source.inputs[0])}") has no name; give it a `name`')
@@ -94,10 +94,9 @@ def _input_name(text: str) -> str:
 
 
 def _read(path: Path, name: str) -> dict[str, Any]:
-    """Read a recipe file and return its top-level table."""
     try:
         if (size := check_plain(path)) > LIMIT:
-            raise DataError(f"{name}: has {size:,} bytes; expected at most {LIMIT:,}")
+            raise DataError(f"{name}: is {size:,} bytes; expected at most {LIMIT:,}")
         if name.lower().endswith(".toml"):
             return read_toml(path, what=EXPECTED, name=name)
         data = _parse_yaml(read_plain(path, LIMIT), name)
@@ -135,7 +134,6 @@ def _source_tables(data: dict[str, Any], faults: list[str]) -> list[Any]:
 
 
 def _source(table: Any, where: str, faults: list[str]) -> InputSource:
-    """Return the source that a table describes; add its errors to `faults`."""
     if isinstance(table, dict):
         table = dict(table)
         if isinstance(table.get("inputs"), str):
@@ -202,7 +200,7 @@ def _values(config: type[Any], table: Any, where: str, faults: list[str]) -> dic
 
 
 def _held(value: Any, hint: Any) -> Any:
-    """Convert a value to the type in the job, so that 1 and 1.0 give the same hash of the job."""
+    """Convert a value to the type in the job, so that the job has the same hash for 1 and 1.0."""
     if isinstance(value, list):
         return tuple(value)
     if type(value) is int and float in (hint, *get_args(hint)):

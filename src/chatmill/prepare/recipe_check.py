@@ -59,7 +59,7 @@ class SourceSample:
     faults: list[RecordError] = field(default_factory=list)
     first: Record | None = None
     trained: tuple[bool, ...] = ()
-    """Whether each message of the first record is trained; empty if the record cannot be rendered."""
+    """Whether each message of the first record has trained tokens; empty if the record cannot be rendered."""
     removed: dict[str, int] = field(default_factory=dict)
     """For each reason, the number of records that filters, deduplication and `max_samples` remove."""
     examples: dict[str, list[RemovedExample]] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def check_recipe(job: Job, *, records: int = RECORDS, allow_code: Sequence[str] 
 
 
 class FirstRecords:
-    """A replacement for `read_blocks` that reads at most `most` records of a part, including invalid records."""
+    """Like `read_blocks`, but reads at most `most` records, including invalid records."""
 
     def __init__(self, most: int, *, hold: bool = False) -> None:
         self._most, self._read, self._faults, self._hold = most, 0, 0, hold
@@ -208,7 +208,7 @@ def _add_removed(
     path: Path,
     held: dict[tuple[str, int], Record],
 ) -> None:
-    """Count the removed records of each source, with the first `EXAMPLES` records removed for each reason."""
+    """Count the removed records of each source, and keep the first `EXAMPLES` per reason."""
     if write_removed(path, staged, selection) is None:
         return
     source_of = {(unit.part.source, unit.name): unit.source for unit in units}

@@ -1,7 +1,6 @@
-"""Write shards of a dataset at a URL from staged objects, on any machine, using only URLs.
+"""Write shards of a dataset at a URL from staged objects, on any machine.
 
-Reads the head of each staged object, and the range of tokens and spans from the first to the last row needed. Rows are
-copied to a temporary folder first, so memory use does not grow with the size of the shards.
+The needed rows are first copied to a temporary folder, so memory use does not grow with the size of the shards.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from chatmill.store.remote_publish import RemoteTarget, Uploads
 
 
 def write_remote_shards(plans: Sequence[ShardPlan], target: RemoteTarget, *, vocab_size: int) -> list[ShardInfo]:
-    """Write the files of some shards and upload them under names that contain their hashes."""
+    """Write the files of some shards and upload each under its hash."""
     infos = []
     with tempfile.TemporaryDirectory(prefix="chatmill-") as name, Uploads(target) as uploads:
         folder = Path(name)
@@ -39,7 +38,7 @@ def write_remote_shards(plans: Sequence[ShardPlan], target: RemoteTarget, *, voc
 
 
 def _copied(plans: Sequence[ShardPlan], folder: Path) -> Iterator[ShardPlan]:
-    """Copy the needed rows to local files, and return the plans with these files in place of the staged objects."""
+    """Copy the needed rows to local files, and yield the plans with these files instead of the staged objects."""
     parts: dict[StagedFile, list[Numbers]] = {}
     for plan in plans:
         for here in by_file(plan.of):

@@ -42,7 +42,6 @@ def write_removed(path: Path, staged: Sequence[StagedFile], selection: Selection
 
 
 def _lines(staged: Sequence[StagedFile], selection: Selection) -> Iterator[bytes]:
-    """Yield the lines in chunks."""
     selected = {part.file: part for part in selection.removed}
     twins = _Twins(staged, selection)
     for _, group in groupby(enumerate(staged), key=lambda each: each[1].unit):
@@ -75,7 +74,7 @@ def _place(file: File) -> str:
 
 
 class _Twins:
-    """Stores the locations of the records that are kept instead of duplicates, in a few bytes per record."""
+    """The files and lines of the records that are kept instead of duplicates."""
 
     def __init__(self, staged: Sequence[StagedFile], selection: Selection) -> None:
         numbers = np.concatenate([np.empty(0, np.int64), *(part.twin for part in selection.removed)])
@@ -96,7 +95,7 @@ class _Twins:
             before += len(rows)
 
     def texts(self, twins: Index) -> Iterator[str]:
-        """For each twin, yield the end of the output line that names it; for -1, yield an empty string."""
+        """For each twin, yield its JSON entry, or an empty string for -1."""
         at = np.minimum(np.searchsorted(self._numbers, twins), max(len(self._numbers) - 1, 0))
         for twin, place in zip(twins.tolist(), at.tolist(), strict=True):
             if twin < 0:

@@ -26,7 +26,7 @@ from chatmill.rows import File, Index
 NO_FILE = File("", "")
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.uint32]
-"""Row or file numbers, in a narrow dtype because there may be very many."""
+"""Row or file indexes, in a narrow dtype because there may be very many."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StagedFile:
     """Input file of the unit that wrote the file."""
 
     def open(self) -> Staged:
-        """Open the whole file; an object is copied to a temporary file that is freed when no longer used."""
+        """Open the whole file; an object is first copied to a temporary file."""
         if isinstance(self.path, Path):
             return Staged(self.path, lines_before=self.lines_before)
         with tempfile.NamedTemporaryFile(prefix="chatmill-") as copy:
@@ -83,7 +83,7 @@ class RemovedRecords:
     reason: NDArray[np.uint8]
     """Index into `REASONS`."""
     twin: Index
-    """For a duplicate, the number (among records with rows) of the record that is kept instead; else -1."""
+    """For a duplicate, the index of the record that is kept instead, among the records with rows; else -1."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,7 @@ class Selection:
 
 
 def choose(staged: Sequence[StagedFile], job: Job, ledger: Ledger, excluded: Excluded = NOTHING) -> Selection:
-    """Return the rows of each split, deduplicated if the job requires it, with at most `max_samples` records per
-    source.
+    """Apply `--exclude`, deduplication and `max_samples`, and return the rows of each split.
 
     Excluded records are removed before deduplication, so a record that is equal to an excluded record is kept.
     """
@@ -149,7 +148,6 @@ def choose(staged: Sequence[StagedFile], job: Job, ledger: Ledger, excluded: Exc
 
 
 def _count_removed(unit: StagedHead, reason: NDArray[np.uint8], ledger: Ledger) -> None:
-    """Count the removed rows by reason."""
     length = np.diff(unit.row_start)
     for number, name in enumerate(REASONS, 1):
         those = reason == number

@@ -1,7 +1,7 @@
 """Plan the shards of a dataset from the heads of staged files, without reading tokens and spans.
 
-Together, `select` and `shard_plan` decide everything that depends on more than one row: packing, the ends of shards,
-and the numbers of input files. With these plans, writing a shard needs only its own rows.
+Together, `select` and `shard_plan` decide everything that depends on more than one row, such as packing and the ends of
+shards. With these plans, a shard can be written from its own rows alone.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class ShardPlan:
     first: Index | None
     """First conversation of each packed row, followed by the number of conversations; None without packing."""
     files: Mapping[File, int]
-    """For each input file of the conversations, its number within the split."""
+    """The index of each input file within the split."""
     source: str | None = None
     """Source of all conversations, if the dataset stores sources."""
 
 
 def plan_shards(split: str, chosen: Iterable[Chosen], job: Job) -> Iterator[ShardPlan]:
-    """Yield the shards of a split in order, planned lazily so that memory use does not grow with their number.
+    """Plan the shards of a split one by one, so that memory use does not grow with the number of shards.
 
     A shard ends before the row that would exceed its token limit, as in `SplitWriter`, and at the end of a source.
     """
@@ -58,7 +58,6 @@ def by_source(chosen: Iterable[Chosen], job: Job) -> Iterator[tuple[str | None, 
 
 
 def _cut(batches: Iterable[_PlannedRows], shard_tokens: int) -> Iterator[list[_PlannedRows]]:
-    """Yield the rows of each shard."""
     pending, held = list[_PlannedRows](), 0
     for batch in batches:
         start, at = batch.start, 0

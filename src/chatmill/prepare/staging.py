@@ -2,8 +2,7 @@
 
     magic · crc32 of the rest · size of the header · header (JSON) · arrays, each at a multiple of 64 bytes
 
-Arrays with one or a few numbers per row come first: the beginning of a file, its *head*, is all that assembly needs to
-plan shards. Tokens and spans follow the head.
+The *head* of a file has all arrays except tokens and spans, which follow it. Assembly plans the shards from heads only.
 
 A staged file gets its final name when it is complete. The file is not synced; after a power loss, its checksum shows
 whether it is intact. Objects in an object store appear atomically.
@@ -33,7 +32,7 @@ from chatmill.rows import ORIGIN, SPAN, File, Index, Rows, offsets
 from chatmill.store import files
 
 MAGIC = b"chatmill rows 5\n"
-"""The version number increases when the same input gives different rows, so units of older versions are not reused."""
+"""The version increases when the same input gives different rows, so that older units are not reused."""
 PREFIX = len(MAGIC) + 16
 ALIGN = 64
 FIRST_READ = 1 << 16
@@ -51,8 +50,7 @@ class StagedHead:
     """The head of a staged file of single-conversation rows, mapped from a file or given as bytes.
 
     For each row, `record` is the index of its record and `trained` the number of its trained tokens. `lines_before` is
-    the number of lines before the unit in its input file; the unit counts its own lines from 1. A mapping uses a file
-    descriptor, so only some files are mapped at a time.
+    the number of lines before the unit in its input file; the unit counts its own lines from 1.
     """
 
     def __init__(self, source: Path | bytes | mmap.mmap, *, lines_before: int = 0) -> None:
@@ -112,7 +110,6 @@ class Staged(StagedHead):
         self.ids, self.spans = self._array("ids"), self._array("spans")
 
     def rows(self) -> Rows:
-        """Return all rows, with token ids as uint32."""
         ids = self.ids.astype(np.uint32, copy=False)
         each = np.arange(len(self) + 1, dtype=np.int64)
         return Rows(ids, self.spans, self.first_span, self.origins, each, self.files)
@@ -126,7 +123,7 @@ def _mapped(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         prefix = file.read(PREFIX)
         if len(prefix) < PREFIX or not prefix.startswith(MAGIC):
-            raise DataError(f"{path}: no staged rows; build without --resume")
+            raise DataError(f"{path}: is not a file of staged rows; build without --resume")
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
@@ -138,7 +135,7 @@ def read_head(url: Url) -> bytes:
     """Read the head of a staged object in as few requests as possible; raise `DataError` if it does not exist."""
     data = objects.read(url, 0, FIRST_READ)
     if not data.startswith(MAGIC) or len(data) < PREFIX:
-        raise DataError(f"{url}: no staged rows; build without --resume")
+        raise DataError(f"{url}: is not a file of staged rows; build without --resume")
     stop = PREFIX + _header_size(data)
     data += objects.read(url, len(data), stop)
     places = json.loads(data[PREFIX:stop])["arrays"]
@@ -155,11 +152,9 @@ def save(
     extra: Any,
     columns: Mapping[str, NDArray[Any]] = NO_COLUMNS,
 ) -> bytes:
-    """Write single-conversation rows; ids are narrowed to the dtype `tokens`, which must be large enough.
+    """Write single-conversation rows, with ids in the dtype `tokens` and `columns` as additional arrays of the head.
 
-    `columns` are additional arrays of the head.
-
-    Returns the head if the target is a URL, because reading the head back would take a request.
+    If the target is a URL, return the head, because reading it back would take a request.
     """
     head = (rows.first_span, rows.row_start, rows.origins, record, trained_of_rows(rows))
     arrays: list[NDArray[Any]] = [
@@ -215,7 +210,6 @@ def _dtype(description: Any) -> np.dtype[Any]:
 
 
 def trained_of_rows(rows: Rows) -> Index:
-    """Return the number of trained tokens of each row."""
     spans = rows.spans
     before = offsets(np.where(spans["weight"] > 0, spans["length"], 0))[rows.first_span]
     return np.diff(before)

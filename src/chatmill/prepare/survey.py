@@ -61,7 +61,6 @@ class Survey:
             self.with_assistant += "assistant" in roles
 
     def merge(self, other: Survey) -> None:
-        """Add the counts of other records."""
         self.records += other.records
         self.with_assistant += other.with_assistant
         self.roles.update(other.roles)
@@ -92,7 +91,7 @@ def survey(
 ) -> tuple[Survey, list[FilePart]]:
     """Return the counts of all records, and one part per file with its shape.
 
-    Faults are passed to `on_reject` in order; with `on_error` "stop", the first one is raised.
+    Faults are passed to `on_reject` in order; with `on_error` "stop", the first fault is raised.
     """
     before = InputFiles([inputs])
     planned = partial(plan_files, before.groups[0], shape=shape, options=options, on_error=on_error)
@@ -124,7 +123,6 @@ def survey(
 def _results(
     parts: Sequence[FilePart], workers: int | None, on_error: OnError, on_records: Callable[[int], None]
 ) -> Generator[_PartRead, None, None]:
-    """Yield the result of each part, in order."""
     engine = LocalEngine(workers, if_killed="run again with fewer --workers")
     # Do not fork if this process runs other threads, such as those for network requests: the workers could deadlock.
     if engine.workers == 1 or len(parts) == 1 or threading.active_count() > 1:

@@ -43,16 +43,14 @@ from chatmill.rows import EMPTY, File, Index, Rows, TrainOn, concat
 from chatmill.store.layout import token_dtype
 
 CHUNK = 512
-"""Number of records to render at a time if they are not in columns; small, because several processes render at once."""
+"""Number of records to render at a time if they are not in columns."""
 FILE_TOKENS = 2**22
-"""Number of tokens after which a unit starts another staged file, because an input file that cannot be split may be
-large.
-"""
+"""Number of tokens after which a unit starts another staged file."""
 Batch = Sequence[Record] | Sequence[Unrolled]
 Block = ChatColumns | list[Record]
 """A block of records, as `read_blocks` yields it."""
 REMOVED = np.dtype([("line", "<u8"), ("filter", "u1")])
-"""A record removed by a filter, as stored in staged files: its line in the unit, and the index of the filter."""
+"""A record removed by a filter: its line in the unit, and the index of the filter."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,6 @@ class Unit:
     excluded_ids: frozenset[str] = frozenset()
 
     def staged_name(self, number: int) -> str:
-        """Return the name of staged file `number`."""
         return f"unit_{self.number:06d}_{number:04d}.rows"
 
 
@@ -83,8 +80,7 @@ class Done:
     number: int
     files: int
     lines: int
-    """Number of lines. Each unit counts lines from 1, because it does not know how many lines precede it in the file.
-    """
+    """Number of lines that the unit read."""
     ledger: Ledger
     faults: tuple[RecordError, ...]
     read: BytesRead
@@ -95,7 +91,7 @@ class Done:
 
 
 def job_renderer(job: Job) -> Renderer:
-    """Open the renderer of a job; answers without a preceding user turn are masked later, when rows are truncated."""
+    """Open the renderer of a job. Answers without a preceding user turn are masked later, after truncation."""
     template = TemplateOptions(
         chat_template=job.chat_template,
         arguments=job.template_args,
@@ -109,9 +105,7 @@ def job_renderer(job: Job) -> Renderer:
 
 
 def renderer_identity(renderer: Renderer) -> dict[str, Any]:
-    """Return the values that determine the rows of a renderer; all processes and resumed builds must have the same
-    values.
-    """
+    """Return the values that must be the same in all processes and in a resumed build."""
     tokenizer = renderer.tokenizer
     return {"format": renderer.to_json(), "tokenizer": tokenizer.sha256, "control": dict(tokenizer.control_ids)}
 
@@ -160,8 +154,8 @@ def run_unit(
 
 
 def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[Rows, Index]:
-    """Return the rows to stage, and the index of the rendered row that each comes from. With `--fit blocks`, rows are
-    staged whole.
+    """Truncate the rows, and return for each row the index of the rendered row that it comes from. With `--fit blocks`,
+    rows are staged whole.
     """
     if job.fit == "blocks":
         return rows, np.arange(len(rows), dtype=np.int64)
@@ -180,7 +174,7 @@ def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[R
 def finished(unit: Unit, folder: Place) -> Done | None:
     """Return the result of a unit completed by an interrupted build, or None if it must run again.
 
-    Raises if the input bytes that the rows were made from have changed.
+    Raise `ChatmillError` if its input has changed.
     """
     heads: list[bytes] = []
     for number in numbers():
@@ -216,7 +210,7 @@ def trained_tokens(rows: Rows) -> int:
 
 
 class _Records:
-    """Yields the renderable records of a unit in batches, and collects the errors and counts of all records."""
+    """Yields the renderable records of a unit in batches, and collects errors and counts."""
 
     def __init__(self, unit: Unit, job: Job, renderer: Renderer, read: Callable[..., Iterable[Block]]) -> None:
         self.ledger = Ledger()
@@ -269,7 +263,7 @@ class _Records:
         return not (self._job.unroll or self._tests)
 
     def _passed(self, records: Iterable[Record]) -> Iterator[Record]:
-        """Return the records that pass the filters applied before rendering."""
+        """Yield the records that pass the filters applied before rendering."""
         for record in records:
             try:
                 name = failed_test(record, self._tests)
@@ -324,9 +318,9 @@ class _Records:
         return unrolled(block, self._renderer, train_on=train_on, on_reject=self._fault, ledger=self.ledger)
 
     def render(self, batch: Batch) -> tuple[Rows, Index, Batch]:
-        """Return the rows of a batch, the record number of each row, and the rendered records.
+        """Return the rows of a batch, the record index of each row, and the rendered records.
 
-        A record that is refused during encoding is left out.
+        Records that cannot be encoded are left out.
         """
         while len(batch):
             try:
@@ -412,7 +406,7 @@ class _StagedFiles:
 
 
 def _check_ids(rows: Rows, vocab_size: int) -> None:
-    """Check ids before they are narrowed: an id beyond the vocabulary would become another token."""
+    """Check that all ids are in the vocabulary; storing a larger id in a narrow dtype would change it."""
     if len(rows.ids) and (largest := int(rows.ids.max())) >= vocab_size:
         origin = rows.origins[np.searchsorted(rows.segment_start, int(rows.ids.argmax()), side="right") - 1]
         fault = RecordError(f"token id {largest}", f"expected an id below {vocab_size}", kind="vocabulary")

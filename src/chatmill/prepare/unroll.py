@@ -1,4 +1,4 @@
-"""Render rows for `--unroll`: one row per answer, in which only that answer is trained."""
+"""Render rows for `--unroll`: one row per answer, whose loss mask includes only that answer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from chatmill.records import Record, Unrolled, unroll_record
 from chatmill.rows import NO_MESSAGE, Index, Part, Role, Rows, Rule, TrainOn, offsets
 
 NOT_WRITTEN = "reasoning_left_out"
-"""The renderer's note about omitted reasoning, which in unrolled rows matters only for the trained answer."""
+"""The renderer's note about omitted reasoning."""
 
 
 def unrolled(
     records: Iterable[Record], renderer: Renderer, *, train_on: TrainOn, on_reject: OnReject, ledger: Ledger
 ) -> Iterator[Unrolled]:
-    """Yield each record with its rows, which are ready to render. A record is refused if any of its rows is refused."""
+    """Yield each record with its rows. A record is rejected if one of its rows is."""
     for record in records:
         try:
             made = unroll_record(record, train_on)
@@ -42,7 +42,7 @@ def unrolled(
 def row_chunks(
     conversations: Iterable[Unrolled], size: int, *, limit: int | None = None
 ) -> Iterator[Sequence[Unrolled]]:
-    """Yield conversations in chunks of at least `size` rows, except for the last; stop at `limit` rows."""
+    """Yield conversations in chunks of at least `size` rows, and at most `limit` rows in total."""
     chunk: list[Unrolled] = []
     count, left = 0, limit
     for each in conversations:
@@ -83,7 +83,9 @@ def render_unrolled(renderer: Renderer, batch: Sequence[Unrolled], ledger: Ledge
 
 
 def _train_answers(rows: Rows, batch: Sequence[Unrolled], answer: Index, first_new: Index) -> int:
-    """Set weights and rules so that each row trains only its new messages; return the number of repeated tokens."""
+    """Set weights and rules so that the loss mask of each row includes only new messages; return the number of repeated
+    tokens.
+    """
     context_rules = np.array([rule for each in batch for rule in each.context_rules], dtype=np.uint8)
     first_message = offsets(np.array([len(each.context_rules) for each in batch]))[:-1]
     first_message = np.repeat(first_message, [len(each.rows) for each in batch])

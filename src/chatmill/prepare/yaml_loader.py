@@ -1,10 +1,8 @@
-"""Parse the subset of YAML that recipes use. This module is imported only for YAML files, because PyYAML is an optional
-dependency.
+"""Parse the subset of YAML that recipes use.
 
 Plain values follow YAML 1.2: `no` is a string (the language code for Norwegian), 1e-3 is a number, and a date is a
-string. Only tables, lists, strings, numbers, true, false and null are created, regardless of the tags in a file. Merge
-keys (`<<`) are not supported, because a small file could create a huge table with them. Aliases are supported: all uses
-of an alias share one value, so the table stays small.
+string. Only tables, lists, strings, numbers, true, false and null are supported. Merge keys (`<<`) are not supported,
+because a small file could create a huge table with them. Aliases are supported: all uses of an alias share one value.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ class RecipeLoader(yaml.SafeLoader):  # type: ignore[misc]
     }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Construct a table from a YAML node."""
         if isinstance(node, yaml.MappingNode):
             seen = set()
             for key, _ in node.value:
@@ -61,4 +58,4 @@ def parse_yaml(data: bytes, name: str, loader: type[RecipeLoader] = RecipeLoader
         reason = f"{error.problem or error.context}{where}"
     except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:
         reason = str(error)
-    raise DataError(f"{name}: not YAML: {one_line(reason, 300)}") from None
+    raise DataError(f"{name}: is not valid YAML: {one_line(reason, 300)}") from None

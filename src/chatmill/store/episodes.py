@@ -139,7 +139,7 @@ class Episodes:
                 (name, wrong) for name in layout.UNKNOWN if (wrong := layout.UNKNOWN[name][spans[name]]).any()
             )
             at = _run_of([len(part) for part in stored], wrong)
-            raise self.damaged(shards[at], SPANS, f"a span has a {name} that is not defined")
+            raise self.damaged(shards[at], SPANS, f"a span has an undefined {name}")
         spans["target"] = OWN_ID
         for changed, shift in targets:
             spans["target"][changed["span"].astype(np.int64) + shift] = changed["target"]

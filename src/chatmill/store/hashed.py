@@ -75,7 +75,10 @@ class Manifest:
             elif not stat.S_ISREG(status.st_mode):
                 yield f"{path}: is not a file; rebuild the {self.kind} or copy it again"
             elif (size := status.st_size) != info.size:
-                yield f"{path}: {size} bytes; {self.source} has {info.size}; rebuild the {self.kind} or copy it again"
+                yield (
+                    f"{path}: is {size} bytes, but {self.source} records {info.size}; "
+                    f"rebuild the {self.kind} or copy it again"
+                )
 
     def hash_faults(self, folder: OpenFolder) -> Iterator[str]:
         """Yield faults for files with the wrong hash; reads every byte."""
@@ -84,7 +87,8 @@ class Manifest:
                 with os.fdopen(folder.open(path), "rb") as file:
                     sha256 = hashlib.file_digest(file, "sha256").hexdigest()
                 if sha256 != info.sha256:
-                    yield f"{path}: sha256 {sha256[:12]}…; {self.source} has {info.sha256[:12]}…; the file was changed"
+                    recorded = f"but {self.source} records {info.sha256[:12]}…"
+                    yield f"{path}: sha256 is {sha256[:12]}…, {recorded}; the file was changed"
 
     def unlisted_faults(self, folder: OpenFolder, splits: Iterable[str]) -> Iterator[str]:
         """Yield faults for unlisted files in the given split folders and in the folders of listed files."""

@@ -24,7 +24,7 @@ def size_faults(files: RemoteFiles) -> Iterator[str]:
             return f"{_named(path, url)}: missing; build the dataset or copy it again"
         if there.size != info.size:
             return (
-                f"{_named(path, url)}: {there.size} bytes; the metadata has {info.size}; "
+                f"{_named(path, url)}: is {there.size} bytes, but the metadata records {info.size}; "
                 "build the dataset or copy it again"
             )
         return ""
@@ -51,8 +51,8 @@ class Downloads:
                 yield str(error)
                 continue
             if digest != info.sha256:
-                right = f"the metadata has {info.sha256[:12]}…"
-                yield f"{_named(path, url)}: sha256 {digest[:12]}…; {right}; the object was changed"
+                recorded = f"but the metadata records {info.sha256[:12]}…"
+                yield f"{_named(path, url)}: sha256 is {digest[:12]}…, {recorded}; the object was changed"
 
     def fetch(self, url: Url, *, size: int, sha256: str) -> Path:
         """Return the downloaded file with this hash; this method has the interface of `cache.fetch`."""

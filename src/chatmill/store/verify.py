@@ -298,7 +298,7 @@ class _ShardCheck:
             raise self._fault(SPANS, f"one of episodes {at} to {stop} has a weight that is negative or not finite")
         for name, unknown in layout.UNKNOWN.items():
             if unknown[table[name]].any():
-                raise self._fault(SPANS, f"one of episodes {at} to {stop} has a {name} that is not defined")
+                raise self._fault(SPANS, f"one of episodes {at} to {stop} has an undefined {name}")
         return np.repeat(weight > 0, sizes)
 
     def _bytes(self, here: slice, trained: NDArray[np.bool_]) -> None:
