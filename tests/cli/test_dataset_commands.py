@@ -116,12 +116,12 @@ def test_export_parquet_reports_what_it_wrote(run):
     [
         (["reweigh", "none", "--train-on", "last", "-o", "v2"], 1, "none: no such folder"),
         (["reweigh", "v1", "--train-on", "last", "-o", "v1"], 1, "v1: already exists"),
-        (["reweigh", "v1", "--train-on", "last", "-o", "v1/new"], 1, "overlap; use another folder"),
+        (["reweigh", "v1", "--train-on", "last", "-o", "v1/new"], 1, "v1/new: overlaps with v1; use another folder"),
         (["diff", "v1", "none"], 1, "none: no such folder"),
         (["export", "parquet", "none", "-o", "out"], 1, "none: no such folder"),
         (["export", "parquet", "v1", "-o", "v1"], 1, "v1: already exists"),
         (["export", "parquet", "v1", "-o", "v1", "--overwrite"], 1, "v1: has no chatmill_export.json"),
-        (["export", "parquet", "v1", "-o", "out", "--split", "val"], 1, "v1: has no split val; it has train"),
+        (["export", "parquet", "v1", "-o", "out", "--split", "val"], 1, "v1: has no split val; expected train"),
     ],
 )
 def test_errors_are_reported_in_one_line_and_leave_no_files(run, args, code, words):

@@ -190,7 +190,7 @@ def test_options_that_do_not_match_the_model_are_reported_in_one_line(run, made)
     )
     one_line(run("eval", "none", "data/v1"), 2, "none: no such folder")
     one_line(run("eval", model, "none"), 1, "none")
-    one_line(run("eval", model, "data/v1"), 1, "data/v1: has no split val; it has train")
+    one_line(run("eval", model, "data/v1"), 1, "data/v1: has no split val; expected train")
 
 
 def test_a_tokenizer_that_was_moved_has_to_be_given(run, made, tmp_path, monkeypatch):

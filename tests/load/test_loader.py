@@ -183,7 +183,7 @@ def test_a_folder_without_a_dataset_or_caches_is_refused(tmp_path):
 def test_a_missing_split_is_an_error_and_not_replaced_by_another(tmp_path):
     target = write_rows(tmp_path / "d", {"train": talks(1, 8)})
     loader = EpisodeLoader(target, SMALL)
-    with pytest.raises(DataError, match="has no split val; it has train"):
+    with pytest.raises(DataError, match="has no split val; expected train"):
         loader.get_batch("val")
     assert loader.splits == ("train",)
     empty = write_rows(tmp_path / "e", {"train": talks(1, 8), "val": talks(1, 0)})

@@ -221,7 +221,7 @@ def test_show_and_explain_name_the_answer_and_why_others_are_context(tmp_path):
     assert (
         ", the end-of-turn marker of assistant message 2, from chat.jsonl:1, is context: the answer of this" in sentence
     )
-    with pytest.raises(UsageError, match="was prepared with --unroll, so each of its rows trains one answer; prepare"):
+    with pytest.raises(UsageError, match="so the loss mask of each row includes only one answer; prepare"):
         reweigh_dataset(tmp_path / "x", tmp_path / "y", train_on="assistant")
 
 

@@ -87,7 +87,7 @@ def test_tokens_outside_episodes_and_in_several_are_counted(tmp_path):
 def test_verify_names_an_index_entry_beyond_the_tokens(tmp_path):
     write(tmp_path / "train", EPISODES)
     np.array([[2**63, 2**63 + 1], [0, 7]], "<u8").tofile(tmp_path / "train/episodes.idx")
-    said = f"{tmp_path}/train/episodes.idx: episode 0 ends beyond the 7 tokens"
+    said = f"{tmp_path}/train/episodes.idx: episode 0 ends after the last of the 7 tokens"
     assert verify_dataset(tmp_path, full=False).faults == (said,)
 
 
@@ -98,21 +98,21 @@ def cut(path: Path, size: int) -> None:
 FAULTS = {
     "tokens cut": (
         lambda t: cut(t / "tokens.bin", 13),
-        "tokens.bin: 13 bytes; episodes.idx ends at token 7 and mask.bin at 7; expected 14 or 28",
+        "tokens.bin: is 13 bytes, but mask.bin is 7 bytes; expected 14 or 28",
     ),
-    "mask cut": (lambda t: cut(t / "mask.bin", 6), "mask.bin: 6 bytes; expected 7, one per token"),
-    "index cut": (lambda t: cut(t / "episodes.idx", 60), "episodes.idx: 60 bytes; expected pairs of 8-byte numbers"),
+    "mask cut": (lambda t: cut(t / "mask.bin", 6), "mask.bin: is 6 bytes; expected 7, one per token"),
+    "index cut": (lambda t: cut(t / "episodes.idx", 60), "episodes.idx: is 60 bytes; expected a multiple of 16"),
     "no tokens": (
         lambda t: (t / "tokens.bin").unlink(),
         "tokens.bin: no such file; expected the tokens of episodes.idx",
     ),
     "a huge index": (
         lambda t: np.array([[2**63, 2**63 + 1]], "<u8").tofile(t / "episodes.idx"),
-        "tokens.bin: 14 bytes; episodes.idx ends at token 18446744073709551617",
+        "tokens.bin: is 14 bytes and mask.bin is 7 bytes, but episodes.idx ends at token 18446744073709551617",
     ),
     "flat and sharded": (
         lambda t: write(t / "shard_00000", EPISODES),
-        "has both episodes.idx and shards; expected one",
+        "has both episodes.idx and shard folders; expected only one",
     ),
 }
 
@@ -145,10 +145,11 @@ def test_a_missing_shard_is_refused(tmp_path, names, said):
 def test_shards_of_two_widths_are_refused(tmp_path):
     write(tmp_path / "train/shard_00000", EPISODES)
     write(tmp_path / "train/shard_00001", EPISODES, dtype="<u4")
-    with pytest.raises(DataError, match="some shards have tokens of 2 bytes and some of 4; expected one width"):
+    with pytest.raises(DataError, match="some shards have 2-byte tokens and some have 4-byte tokens; expected one size"):
         open_dataset(tmp_path)
 
 
 def test_a_mask_with_invalid_values_is_named(tmp_path):
     write(tmp_path / "train", [([5, 6], [0, 3])])
-    assert verify_dataset(tmp_path, full=False).faults == (f"{tmp_path}/train/mask.bin: 3 at token 1; expected 0 or 1",)
+    said = f"{tmp_path}/train/mask.bin: the mask of token 1 is 3; expected 0 or 1"
+    assert verify_dataset(tmp_path, full=False).faults == (said,)

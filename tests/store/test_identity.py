@@ -135,7 +135,7 @@ PARTS = {
     "a partly copied file": (lambda t: (t / "shard_00001/.tokens.bin.Xy3").touch(), "is an incomplete copy"),
     "fewer episodes than counted": (
         lambda t: (t.parent / "dataset_metadata.json").write_text('{"num_train_episodes": 9}'),
-        "train: 8 episodes; expected 9, as in .*; copy the dataset again",
+        "train: has 8 episodes, but .* records 9; copy the dataset again",
     ),
 }
 

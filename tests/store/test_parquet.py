@@ -91,7 +91,7 @@ def test_each_shard_is_one_file_and_only_requested_splits_are_exported(tmp_path)
     export_parquet(tmp_path / "v1", tmp_path / "out", splits=["train"])
     assert names(tmp_path / "out") == ["README.md", "chatmill_export.json", "data"]
     assert names(tmp_path / "out/data") == [f"train-{n:05d}-of-{shards:05d}.parquet" for n in range(shards)]
-    with pytest.raises(DataError, match="has no split test; it has train, val"):
+    with pytest.raises(DataError, match="has no split test; expected train, val"):
         export_parquet(tmp_path / "v1", tmp_path / "other", splits=["test"])
     assert names(tmp_path) == ["out", "v1"]
 

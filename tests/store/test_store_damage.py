@@ -112,24 +112,24 @@ PAIR = [("start", "<u8"), ("length", "<u8")]
 TARGET = [("span", "<u8"), ("target", "<u4")]
 BROKEN = [
     ("episodes.idx", PAIR, put("start", 2, 2**63), "episodes.idx: episode 2 starts at 9223372036854775808; expected"),
-    ("episodes.idx", PAIR, put("length", 0, 2**64 - 1), "episodes.idx: episode 0 has 18446744073709551615 tokens; the"),
+    ("episodes.idx", PAIR, put("length", 0, 2**64 - 1), "episodes.idx: episode 0 has 18446744073709551615 tokens,"),
     ("spans.bin", STORED_SPAN, put("length", 0, 400), "spans.bin: the spans of episode"),
     ("spans.bin", STORED_SPAN, put("length", 0, 0), "spans.bin: one of episodes 0 to"),
     ("spans.bin", STORED_SPAN, put("weight", 0, np.nan), "spans.bin: one of episodes 0 to"),
-    ("spans.bin", STORED_SPAN, put("weight", slice(None), 1.0), "mask.bin: 0 at token"),
+    ("spans.bin", STORED_SPAN, put("weight", slice(None), 1.0), "mask.bin: the mask of token "),
     ("spans.bin", STORED_SPAN, put("rule", 0, 99), "spans.bin: one of episodes 0 to"),
     ("origins.bin", SEGMENT, put("row", 0, 2**63), "origins.bin: segments 0 to"),
     ("origins.bin", SEGMENT, put("row", 3, 0), "origins.bin: segments 0 to"),
     ("origins.bin", SEGMENT, put("first_span", 1, 2**40), "origins.bin: the spans of segments 0 to"),
     ("origins.bin", SEGMENT, put("file", 1, 77), "origins.bin: one of segments 0 to"),
-    ("tokens.bin", [("id", "<u2")], put("id", 3, 1000), "tokens.bin: id 1000 at token 3; expected an id below 1000"),
-    ("mask.bin", [("is", "u1")], put("is", 3, 2), "mask.bin: 2 at token 3; its span has"),
+    ("tokens.bin", [("id", "<u2")], put("id", 3, 1000), "tokens.bin: the id of token 3 is 1000; expected an id below 1000"),
+    ("mask.bin", [("is", "u1")], put("is", 3, 2), "mask.bin: the mask of token 3 is 2; expected"),
     ("targets.bin", TARGET, put("target", 0, 1000), "targets.bin: target 1000; expected an id below 1000"),
     (
         "targets.bin",
         TARGET,
         put("span", 0, 2**40),
-        "targets.bin: span numbers are not ascending, or are beyond the last span",
+        "targets.bin: the span indexes are not ascending, or one is past the last span",
     ),
 ]
 
@@ -154,12 +154,12 @@ def test_reading_rows_of_a_broken_table_is_an_error(dataset):
     [
         ("spans.bin", STORED_SPAN, put("length", 0, 400), "spans do not exactly cover the tokens of their rows"),
         ("spans.bin", STORED_SPAN, put("role", 0, 254), "a span has an undefined role"),
-        ("spans.bin", STORED_SPAN, put("part", 0, 255), "a span has a part that is not defined"),
-        ("spans.bin", STORED_SPAN, put("rule", 0, 255), "a span has a rule that is not defined"),
+        ("spans.bin", STORED_SPAN, put("part", 0, 255), "a span has an undefined part"),
+        ("spans.bin", STORED_SPAN, put("rule", 0, 255), "a span has an undefined rule"),
         ("origins.bin", SEGMENT, put("row", 1, 2**63), "a segment is out of order"),
         ("origins.bin", SEGMENT, put("first_span", 0, 2**63), "an entry points past the last span"),
         ("origins.bin", SEGMENT, put("first_span", 1, 2**55), "the spans of a segment are out of order"),
-        ("origins.bin", SEGMENT, put("file", 1, 2**24), "a segment has a file number beyond the 3 known files"),
+        ("origins.bin", SEGMENT, put("file", 1, 2**24), "a segment has an invalid file index; expected an index below 3"),
     ],
 )
 def test_reading_a_damaged_table_names_its_file(dataset, name, dtype, change, said):
@@ -175,7 +175,7 @@ def test_reading_a_damaged_table_names_its_file(dataset, name, dtype, change, sa
 def test_a_ledger_that_disagrees_with_the_shards_is_named(dataset):
     rewrite(dataset, lambda data: data["ledger"]["stored"][""].update(tokens=9, trained=9))
     stored = sum(split.num_tokens for split in open_dataset(dataset).metadata.splits.values())
-    assert f"{dataset}: the ledger has 9 stored tokens, but the shards have {stored}" in faults(dataset, full=False)
+    assert f"{dataset}: the ledger counts 9 stored tokens, but the shards contain {stored}" in faults(dataset, full=False)
 
 
 def test_verify_changes_nothing(dataset):

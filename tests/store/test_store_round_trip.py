@@ -166,7 +166,7 @@ def test_the_metadata_of_a_dataset_is_read_back(tmp_path):
     assert len(dataset["val"]) == 0 and "val" in dataset and "test" not in dataset
     assert dataset.tokenizer_state() == {"kind": "bytes"}
     assert dataset.metadata.config == {"fit": "turns", "share": 1e-05}
-    with pytest.raises(DataError, match="has no split test; it has train, val"):
+    with pytest.raises(DataError, match="has no split test; expected train, val"):
         dataset["test"]
     assert is_dataset(tmp_path / "x") and not is_dataset(tmp_path)
 

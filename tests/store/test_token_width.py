@@ -151,10 +151,10 @@ def test_half_covered_uint16_without_a_mask_is_never_read_as_uint32(tmp_path):
 @pytest.mark.parametrize(
     ("metadata", "token_dtype", "said"),
     [
-        ({"dtype": "uint32"}, "uint16", "token_dtype is uint16, but dataset_metadata.json has uint32"),
+        ({"dtype": "uint32"}, "uint16", "token_dtype is uint16, but dataset_metadata.json records uint32"),
         ({"dtype": "int64"}, None, "dtype: int64 is an unsupported type; expected uint16 or uint32"),
         ({"dtype": ">u2"}, None, "dtype: >u2 is an unsupported type; expected uint16 or uint32, little-endian"),
-        ({"dtype": "uint16", "token_dtype": "uint32"}, None, "are two types of tokens; expected one"),
+        ({"dtype": "uint16", "token_dtype": "uint32"}, None, "records several token types (dtype: uint16, token_dtype: uint32); expected one"),
         ({}, "uint8", "token_dtype is uint8; expected uint16 or uint32"),
     ],
 )
@@ -170,12 +170,12 @@ def test_all_sources_of_the_type_must_agree(tmp_path, metadata, token_dtype, sai
 def test_a_type_that_contradicts_the_files_is_refused(tmp_path, said):
     masked = write(tmp_path / "m", [Shard(np.arange(8, dtype=np.uint16), np.ones(8, np.uint8), [(0, 8)])])
     tiled = write(tmp_path / "t", [Shard(np.arange(8, dtype=np.uint16), None, [(0, 8)])])
-    for folder, why in ((masked, "mask.bin has 8 bytes"), (tiled, "episodes.idx ends at token 8")):
+    for folder, why in ((masked, "mask.bin is 8 bytes"), (tiled, "episodes.idx ends at token 8")):
         if said == "metadata":
             (folder / "dataset_metadata.json").write_text('{"dtype": "uint32"}')
         with pytest.raises(DataError) as error:
             open_dataset(folder, token_dtype="uint32" if said == "token_dtype" else None)
-        assert f"but it has 16 bytes and {why}, so they are uint16" in str(error.value)
+        assert f"but this file is 16 bytes and {why}; expected uint16" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""Find and remove leftovers of builds at a dataset's URL: objects that the dataset's metadata does not list.
+"""Remove leftovers at the URL of a dataset: objects of killed builds and replaced datasets.
 
-A killed build leaves the objects that it uploaded; a replaced dataset leaves the objects that the new dataset does not
-use. Objects younger than a given age are kept, because a running build or a process that reads the replaced dataset may
-still need them. Only objects with names that chatmill generates are removed.
+A leftover is an object with a name that chatmill generates, but that the metadata does not list. Young leftovers are
+kept, because a running build or a reader of the replaced dataset may still need them.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def clean_dataset(url: Url, *, older_than: float = DAY, dry_run: bool = False) -
 
 
 def _named(url: Url, there: dict[str, ObjectInfo], others: Sequence[str]) -> set[str]:
-    """Return the hashes in the metadata; raise `DataError` if the URL has no dataset and no leftovers of a build."""
+    """Return the hashes in the metadata; raise `DataError` if there is no dataset and no leftover at the URL."""
     named = _named_now(url)
     if named:
         return named
@@ -99,9 +98,7 @@ def _named(url: Url, there: dict[str, ObjectInfo], others: Sequence[str]) -> set
 
 
 def _ages(left: Sequence[str], own: dict[str, re.Match[str]], there: dict[str, ObjectInfo]) -> dict[str, float | None]:
-    """Return the age of each leftover in seconds; all staged parts of a build are considered as old as the youngest of
-    them.
-    """
+    """Return the age of each leftover in seconds. All staged parts of a build get the age of the youngest part."""
     now = time.time()
     ages = {name: None if (at := there[name].modified) is None else now - at for name in left}
     builds: dict[str, list[str]] = {}
@@ -116,7 +113,7 @@ def _ages(left: Sequence[str], own: dict[str, re.Match[str]], there: dict[str, O
 
 
 def _remove(url: Url, names: Sequence[str]) -> None:
-    """Remove leftovers, except objects that are listed by a dataset published in the meantime."""
+    """Remove leftovers, unless a dataset published in the meantime lists them."""
     removed: list[str] = []
     with ThreadPoolExecutor(THREADS, thread_name_prefix="clean") as pool:
         for at in range(0, len(names), AT_ONCE):
@@ -127,8 +124,8 @@ def _remove(url: Url, names: Sequence[str]) -> None:
     named = _named_now(url) if removed else set()
     if lost := [name for name in removed if _hash(name) in named]:
         raise DataError(
-            f"{url}: a dataset was published during cleaning that contains {names_of(lost)}, which was removed; "
-            "build it again"
+            f"{url}: {names_of(lost)} was removed, but is part of a dataset that was published during cleaning; "
+            "build the dataset again"
         )
 
 
@@ -141,5 +138,4 @@ def _named_now(url: Url) -> set[str]:
 
 
 def _hash(name: str) -> str:
-    """Return the hash that is part of an object's name."""
     return name.rpartition("/")[2]

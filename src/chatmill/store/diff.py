@@ -1,8 +1,8 @@
 """Compare two datasets by matching conversations by content, regardless of order, shards and packing.
 
-Each conversation has two hashes: one of its ids, and one of its weights and targets. To save memory, at most 34 bytes
-are kept per conversation, and keys are compared in 16 passes, each over one part of the key space. A key that occurs
-several times is matched as often as it occurs in both datasets, most similar conversations first:
+Each conversation has a key and two hashes: one of its ids, and one of its weights and targets. To save memory, keys are
+compared in 16 passes, each over one part of the key space. A key that occurs several times is matched as often as it
+occurs in both datasets, most similar conversations first:
 
     A   k:57* k:57. k:8.       equal 1, mask 1, changed 0, removed 1
     B   k:57* k:57*
@@ -32,7 +32,7 @@ TOKENS = 1 << 20
 """Number of tokens that are hashed at a time."""
 SHARES = 16
 EQUAL_COLUMNS = {"equal": "kims", "moved": "kim", "mask": "ki", "changed": "k"}
-"""For each kind of pair, the columns (key, ids, mask, split) with equal values; the most similar kind comes first."""
+"""For each kind of pair, the columns that must be equal: key, ids, mask, split. The most similar kind comes first."""
 CAUSES = ("tokenizer", "format", "fit", "input")
 CONFIG = {
     "add_tokens": "tokenizer",
@@ -42,11 +42,11 @@ CONFIG = {
     "precedence": "input",
     "filters": "input",
 }
-"""The part of the build that a config key belongs to, if not `fit`."""
+"""The part of the build that each config key belongs to; other keys belong to `fit`."""
 PARENT = "reweighed_from"
-"""A config key that records the dataset's history and does not cause differences."""
+"""Config key of a reweighed dataset: the hash of the original dataset."""
 WITHOUT_EFFECT = (PARENT, "mix_sft", "mix_epochs")
-"""Config keys that do not cause differences: the dataset's history and the mixing weights used in training."""
+"""Config keys that do not affect the conversations of a dataset."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Diff:
-    """The differences between two datasets; `kinds` maps the name of each kind of difference to its conversations."""
+    """The differences between two datasets."""
 
     identical: bool
     """Whether both datasets have the same hash and therefore the same bytes."""
@@ -135,7 +135,7 @@ def diff_datasets(one: str | Place, other: str | Place, *, token_dtype: str | No
 
 
 class _Examples:
-    """Counts conversations, and keeps the lowest conversation numbers as examples."""
+    """Counts conversations, and keeps the first few as examples."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -166,7 +166,7 @@ def _pairs(a: list[NDArray[Any]], b: list[NDArray[Any]]) -> tuple[Index, Index]:
 
 
 class _Conversations:
-    """Hash columns with one entry per conversation of a dataset, numbered across all splits."""
+    """The hashes of all conversations of a dataset, numbered across splits."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -192,7 +192,7 @@ class _Conversations:
         self._key[:, 0], self._key[:, 1] = self._ids, 0
 
     def shares(self) -> NDArray[np.uint8]:
-        """Return the part of the key space (0 to 15) that contains each conversation's key, or `SHARES` for padding."""
+        """Return the part of the key space that contains each key, from 0 to 15, or `SHARES` for padding."""
         return np.where(self._real, (self._key[:, 0] >> np.uint64(60)).astype(np.uint8), np.uint8(SHARES))
 
     def columns(self, names: str, numbers: Index) -> list[NDArray[Any]]:
@@ -229,9 +229,9 @@ def _segments(episodes: Episodes) -> list[int]:
 def _hashes(rows: Rows) -> tuple[Words, Words]:
     """Hash every conversation twice: its token ids, and its loss weights and targets.
 
-    Each token's value (its id, or its weight and target) is multiplied by a random number for its position, and the
-    hash is the sum over all tokens. Weights and targets are constant within a span, so their sum needs one
-    multiplication per span, by the difference of two cumulative sums of the random numbers.
+    The value of each token is multiplied by a random number for its position, and the hash is the sum over all tokens.
+    Weights and targets are constant within a span, so one multiplication per span is enough: by the sum of its random
+    numbers.
     """
     longest = int(np.diff(rows.segment_start).max(initial=0))
     random = np.random.PCG64(0).random_raw(longest)
@@ -248,7 +248,7 @@ def _hashes(rows: Rows) -> tuple[Words, Words]:
 
 
 def _mixed(words: Words) -> Words:
-    """Mix the bits of each word, so that words that differ in a few bits get very different hashes."""
+    """Mix the bits of each word, so that similar words get very different hashes."""
     words = words * np.uint64(0x9E3779B97F4A7C15)
     return words ^ (words >> np.uint64(32))
 
@@ -266,7 +266,7 @@ def _sums(words: Words, start: Index) -> Words:
 
 
 def is_padding(rows: Rows) -> NDArray[np.bool_]:
-    """Return which segments consist only of padding."""
+    """Whether each segment consists only of padding."""
     spans = np.diff(rows.first_span)
     padding: Index = np.diff(offsets(rows.spans["part"] == Part.PAD)[rows.first_span])
     only: NDArray[np.bool_] = (spans > 0) & (padding == spans)
@@ -274,7 +274,6 @@ def is_padding(rows: Rows) -> NDArray[np.bool_]:
 
 
 def _causes(one: Metadata | None, other: Metadata | None, removed: int, added: int) -> Iterator[Cause]:
-    """Yield the settings and inputs that differ between the metadata of two datasets."""
     if one is None or other is None:
         return
     a, b = _settings(one), _settings(other)

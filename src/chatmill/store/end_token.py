@@ -1,6 +1,6 @@
 """Find the end-of-text token in another program's tokenizer files.
 
-Because tokenizer files have no common format, these forms are recognized, in this order:
+These forms are recognized, in this order:
 
     {"eot_token_id": 50256}                               a name with an id; also eos, end_of_text, im_end, …
     {"eos_token": "<|endoftext|>", "vocab": {…}}          a name with a text that is in a vocabulary
@@ -35,7 +35,7 @@ COMMON = {"end", "stop"}
 """Ambiguous names, which are accepted only in brackets or together with "token": `<|end|>`, `stop_token_id`."""
 SUFFIXES = {"id", "ids", "idx", "index", "token", "tokens", "str", "string"}
 SWITCHES = {"add", "append", "has", "is", "n", "no", "num", "prepend", "skip", "strip", "use", "with"}
-"""Words that start the names of flags and counts, such as `add_eos_token`; these entries do not name a token."""
+"""Words that start the names of flags and counts, such as `add_eos_token`."""
 VOCABULARIES = {
     "chars",
     "decoder",
@@ -84,7 +84,7 @@ IN_BRACKETS = re.compile(r"</s>|[<\[]\|?[^\s<>\[\]|]+\|?[>\]]")
 
 
 class _Named(NamedTuple):
-    """An entry with the name of an end token; entries are compared as tuples, and the smallest takes precedence."""
+    """An entry with the name of an end token; the smallest tuple takes precedence."""
 
     depth: int
     is_part: bool
@@ -123,7 +123,7 @@ def end_token(states: Sequence[Any], vocabularies: Sequence[Any] = ()) -> int | 
 
 
 def names_tokens(state: Any) -> bool:
-    """Return whether a JSON value is another program's tokenizer state: it names an end token or has a vocabulary."""
+    """Whether a JSON value is a tokenizer state: an object that names an end token or has a vocabulary."""
     if not isinstance(state, dict):
         return False
     return end_token([state]) is not None or any(_compact(name) in VOCABULARIES | {"tokenkind"} for name in state)
@@ -138,7 +138,7 @@ def _compact(name: str) -> str:
 
 
 def _place(name: str) -> tuple[bool, int] | None:
-    """Return whether words precede an end token's name in `name`, and its rank; None if there is no such name."""
+    """Find the name of an end token in `name`: whether words precede it, and its rank; None if there is none."""
     if name.strip() == "</s>":
         return False, END_NAMES.index("eos")
     every = _words(name)
@@ -157,12 +157,12 @@ def _place(name: str) -> tuple[bool, int] | None:
 
 
 def _rank(text: str) -> tuple[bool, int] | None:
-    """Return the precedence of a special token's text among the known end tokens, or None if it is not an end token."""
+    """Return the precedence of a special token among the known end tokens; None if it is not an end token."""
     return _place(text) if IN_BRACKETS.fullmatch(text) else None
 
 
 def _named(node: Any, *, in_brackets: bool, depth: int = 0) -> Iterator[_Named]:
-    """Yield the entries of a tokenizer state whose name, or whose text in brackets, denotes an end token."""
+    """Yield the entries of a tokenizer state that are named like an end token."""
     if not isinstance(node, dict) or depth > DEEPEST:
         return
     for name, value in node.items():

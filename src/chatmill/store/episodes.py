@@ -23,7 +23,7 @@ from chatmill.store.mapped import MappedFile, check_mapped, reading
 from chatmill.store.remote_files import RemoteFiles
 
 LARGEST = np.array([len(Role) - 1, len(Part) - 1, len(Rule) - 1], dtype=np.uint8)
-"""The largest valid role, part and rule as stored in the last three bytes of a span, after adding `NONE_TO_ZERO`."""
+"""The largest valid role, part and rule of a span, after adding `NONE_TO_ZERO`."""
 NONE_TO_ZERO = np.array([1, 0, 0], dtype=np.uint8)
 """Added to a span's role, part and rule bytes, so that `Role.NONE` (255) becomes the smallest role."""
 MAPPED = 1 << 15
@@ -38,7 +38,7 @@ class Episodes:
         self.shards = tuple(shards)
         self._eviction = 0
         self.files = files
-        """The input files; the file numbers in origins are indices into this list."""
+        """The input files; origins refer to them by index."""
         self._first = offsets(np.array([shard.num_episodes for shard in shards], dtype=np.int64))
         self._firsts = self._first.tolist()
         self.unmap()
@@ -82,9 +82,7 @@ class Episodes:
         return self._mask(self._run(*self._find(number)))
 
     def rows(self, numbers: ArrayLike) -> Rows:
-        """Return the episodes with these numbers (in any order, possibly repeated), with spans, segments and
-        origins.
-        """
+        """Return the episodes at these indexes, in any order and possibly repeated."""
         chosen = np.asarray(numbers, dtype=np.int64)
         with reading():
             runs = list(self._runs(chosen.tolist()))
@@ -115,7 +113,7 @@ class Episodes:
         origins: list[Any] = []
         stored: list[Any] = []
         targets: list[tuple[Table, int]] = []
-        # The segments of each run, and the offsets to add to the run's row and span numbers.
+        # The number of segments of each run, and the offsets to add to its row and span indexes.
         shifts: list[tuple[int, int, int]] = []
         shards = [run.shard for run in runs]
         num_rows = num_spans = 0
@@ -157,7 +155,7 @@ class Episodes:
             raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
         # NO_FILE is the largest integer, so adding 1 wraps it around to 0.
         if (wrong := table["file"] + np.uint32(1) > len(self.files)).any():
-            what = f"a segment has a file number beyond the {len(self.files)} known files"
+            what = f"a segment has an invalid file index; expected an index below {len(self.files)}"
             raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
         first_segment = np.searchsorted(row, np.arange(num_rows + 1))
         return Rows(ids, spans, first_span, _copied(table, ORIGIN), first_segment, self.files)
@@ -184,7 +182,7 @@ class Episodes:
                 number += run.episodes
 
     def _run(self, shard: int, episode: int, count: int = 1) -> _EpisodeRun:
-        """Return the run of at most `count` episodes that starts with `episode` and has contiguous tokens."""
+        """Return up to `count` episodes from `episode` on, as long as their tokens are contiguous."""
         index, most = self.array(shard, INDEX), self.shards[shard].num_tokens
         start, length = index[episode].item()
         stop = start + length
@@ -225,8 +223,7 @@ class Episodes:
                 file.check()
 
     def drop_evicted(self) -> None:
-        """Unmap a remote dataset's files if the cache evicted one, because evicted files take disk space while they are
-        mapped.
+        """Unmap all files if the cache evicted one of them, because an evicted file takes disk space while it is mapped.
         """
         if (eviction := self.stored.last_eviction()) != self._eviction:
             self._eviction = eviction
@@ -240,7 +237,6 @@ class Episodes:
         self.array: Callable[[int, str], NDArray[Any]] = lru_cache(maxsize=None)(self._map)
         """Function that returns a memory-mapped file of a shard: `array(shard, name)`."""
         self._mapped: dict[int, list[MappedFile]] = {}
-        """The mapped files of each shard."""
 
     def _map(self, number: int, name: str) -> NDArray[Any]:
         path, dtype, start = self._place(number, name)
@@ -266,7 +262,7 @@ class Episodes:
         return shard.folder / name, layout.record_dtypes(shard.dtype)[name], 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle: everything except the maps, which are opened again."""
+        """Return the state to pickle: everything except the maps."""
         return {name: value for name, value in vars(self).items() if name not in ("array", "lengths", "_mapped")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -289,12 +285,12 @@ def _joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
 
 
 def _run_of(counts: ArrayLike, wrong: NDArray[np.bool_]) -> int:
-    """Return the index of the run that contains the first wrong record; `counts` are the numbers of records per run."""
+    """Return the index of the run that contains the first wrong record, given the number of records per run."""
     return int(np.searchsorted(np.cumsum(counts), wrong.argmax(), side="right"))
 
 
 def _copied(table: Table, dtype: np.dtype[Any]) -> Table:
-    """Convert a table to another type by copying the columns that both types have; other columns are left unset."""
+    """Convert a table to another type; columns that the table does not have are left unset."""
     out = np.empty(len(table), dtype=dtype)
     for name in dtype.names or ():
         if name in (table.dtype.names or ()):

@@ -37,17 +37,15 @@ def _named(path: Path) -> Iterator[None]:
 
 
 class Disk:
-    """File operations. The only class through which the store changes files and folders."""
+    """All operations with which the store changes files and folders."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir()
 
     def create(self, path: Path) -> int:
-        """Create an empty file and open it for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
 
     def append(self, path: Path) -> int:
-        """Open an existing file for appending."""
         return os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0))
 
     def write(self, fd: int, data: Any) -> int:
@@ -89,7 +87,6 @@ class Disk:
         os.link(source, target)
 
     def symlink(self, text: str, path: Path) -> None:
-        """Create a symbolic link to this target."""
         path.symlink_to(text)
 
     def exchange(self, one: Path, other: Path) -> bool:
@@ -156,7 +153,7 @@ def create(path: Path, *, hurry: bool = False) -> BinaryIO:
 
 
 def real(path: Path) -> Path:
-    """Resolve links in a path; a cycle of links raises an error only when the path is opened."""
+    """Resolve links in a path; unlike `Path.resolve`, accept a cycle of links."""
     return Path(os.path.realpath(path))
 
 
@@ -192,11 +189,10 @@ def sync_tree(folder: Path) -> None:
 
 
 def refuse_existing(path: Path, *, overwrite: bool, reads: Iterable[Place] = ()) -> None:
-    """Raise `DataError` if a file must not be replaced or its parent folder is missing; call this before doing any
-    work.
+    """Raise `DataError` if a file cannot be written; call this before doing any work.
 
-    Even with `overwrite`, links and devices are never replaced, and the path must not be, or be inside, one of the
-    files and folders that the command `reads`.
+    Even with `overwrite`, links and devices are never replaced. The path must not be, or be inside, a path that the
+    command `reads`.
     """
     if local_path(path).is_dir():
         raise DataError(f"{path}: is a folder; expected the name of a file")

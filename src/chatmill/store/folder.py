@@ -1,10 +1,9 @@
 """Read a folder as one version of a dataset, even if the folder is replaced during the read.
 
-A dataset is replaced by swapping its folder for another folder. `OpenFolder` keeps a file descriptor of the folder
-while a dataset is opened, and reads all files through this descriptor. `StoredFiles` maps files on demand: each time,
-it opens the folder again and checks that it is the folder that was opened first. `StoredFiles` keeps the metadata
-mapped instead of holding a file descriptor: the inode number of a mapped file is not reused, so it identifies the
-dataset that was opened first.
+A dataset is replaced by swapping its folder for another folder. While a dataset is opened, `OpenFolder` reads all files
+through a file descriptor of the folder. Later, `StoredFiles` maps files on demand: each time, it opens the folder again
+and checks that the dataset was not replaced. For this check, it keeps the metadata mapped, because the inode number of
+a mapped file is not reused.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ class Stamp(NamedTuple):
 
 
 class OpenFolder:
-    """A folder that is kept open by a file descriptor; the paths passed to its methods start with the folder's path."""
+    """A folder that is kept open by a file descriptor. Its methods accept paths that start with its own path."""
 
     def __init__(self, path: Path, absolute: Path | None = None) -> None:
-        """`absolute` is the absolute path of the folder, which is still valid if the working directory changes."""
+        """`absolute` is the absolute path, in case the working directory changes."""
         self.path = path
         self.absolute = path.absolute() if absolute is None else absolute
         self.stamps: dict[Place, Stamp] = {}
@@ -103,14 +102,12 @@ class OpenFolder:
         return fd
 
     def read(self, path: Place) -> bytes:
-        """Return all bytes of a file."""
         with os.fdopen(self.open(path), "rb") as file:
             data = file.read()
         self.digests[path] = hashlib.sha256(data).hexdigest()
         return data
 
     def map(self, path: Place) -> MappedFile:
-        """Map a file into memory."""
         fd = self.open(path)
         try:
             return MappedFile(fd, path, self.absolute / self._name(path))
@@ -176,7 +173,7 @@ class StoredFiles:
         return path in self._stamps
 
     def is_same(self, path: Place, link: Path) -> bool:
-        """Return whether a hard link points to the same file that existed when the dataset was opened."""
+        """Whether `link` is a hard link to the file that existed when the dataset was opened."""
         return Stamp.of(link.stat()) == self._stamps[path]
 
     def map(self, path: Place) -> MappedFile:

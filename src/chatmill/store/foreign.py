@@ -1,14 +1,14 @@
 """Datasets from other programs: tokens.bin, episodes.idx and optionally mask.bin, in shards or in train/ and val/.
 
-tokens.bin does not record the width of a token, and a wrong width gives wrong ids without an error. The width is
-determined by the first of these that is available:
+tokens.bin does not record the number of bytes per token, and a wrong number gives wrong ids without an error. The number
+is taken from the first of these that is available:
 
-1. `token_dtype`, if the caller passes it, 2. mask.bin, which has one byte per token, 3. a type in dataset_metadata.json
-or, without a type, the token counts of its splits,
-4. the index: tokens are uint16, as in the specification, if an episode ends in the second half of the file.
+1. `token_dtype`, if the caller passes it
+2. mask.bin, which has one byte per token
+3. a type in dataset_metadata.json or, without a type, the token counts of its splits
+4. the index: tokens are uint16, as in the specification, if an episode ends in the second half of the file
 
-If the width is still ambiguous, the dataset is refused until `token_dtype` is set. All available information about the
-width must agree.
+If none is available, the dataset is refused until `token_dtype` is set. All that are available must agree.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def trace_of_chatmill(folder: OpenFolder) -> Path | None:
 
 
 def _is_foreign_state(folder: OpenFolder, path: Path) -> bool:
-    """Return whether another program wrote this tokenizer state; an unrecognized state counts as chatmill's."""
+    """Whether another program wrote this tokenizer state; an unrecognized state counts as chatmill's."""
     try:
         state = json.loads(folder.read(path))
     except (OSError, ValueError, RecursionError):
@@ -109,7 +109,7 @@ class _ShardFiles:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The numbers of bytes per token that are consistent with the file sizes."""
+        """The possible numbers of bytes per token, given the file sizes."""
         if self.mask is not None:
             return tuple(width for width in NAMES if self.tokens == width * self.mask)
         return tuple(width for width in NAMES if self.tokens % width == 0 and width * self.end <= self.tokens)
@@ -119,13 +119,13 @@ class _ShardFiles:
         if self.widths and (self.mask is None or self.end <= self.mask):
             return None
         if self.mask is not None and self.tokens in (2 * self.end, 4 * self.end):
-            return f"{self.folder / MASK}: {self.mask} bytes; expected {self.end}, one per token"
-        place = f"{self.folder / TOKENS}: {self.tokens} bytes; {INDEX} ends at token {self.end}"
+            return f"{self.folder / MASK}: is {self.mask} bytes; expected {self.end}, one per token"
+        place = f"{self.folder / TOKENS}: is {self.tokens} bytes"
         if self.mask is None:
-            return f"{place}; expected at least {2 * self.end}, a multiple of 2 or 4"
+            return f"{place}, but {INDEX} ends at token {self.end}; expected an even size of at least {2 * self.end}"
         if self.end <= self.mask:
-            return f"{place} and {MASK} at {self.mask}; expected {2 * self.mask} or {4 * self.mask}"
-        return f"{place}, and {MASK} at {self.mask}; copy the dataset again"
+            return f"{place}, but {MASK} is {self.mask} bytes; expected {2 * self.mask} or {4 * self.mask}"
+        return f"{place} and {MASK} is {self.mask} bytes, but {INDEX} ends at token {self.end}; copy the dataset again"
 
     def shard(self, width: int) -> Shard:
         count = self.tokens // width
@@ -156,7 +156,7 @@ def foreign_splits(folder: OpenFolder, token_dtype: str | None = None) -> dict[s
         expected = metadata.get(f"num_{split}_episodes")
         if type(expected) is int and expected != there:
             raise DataError(
-                f"{folder.path / split}: {there} episodes; expected {expected}, as in {path}; copy the dataset again"
+                f"{folder.path / split}: has {there} episodes, but {path} records {expected}; copy the dataset again"
             )
     return {split: [files.shard(width) for files in shards] for split, shards in splits.items()}
 
@@ -165,35 +165,37 @@ def _width(path: Path, splits: Mapping[str, list[_ShardFiles]], metadata: Mappin
     """Return the number of bytes per token, by the rules in the module docstring."""
     named = metadata_width(metadata, place=str(path / METADATA))
     if given is not None and named is not None and given != named:
-        raise DataError(f"{path}: token_dtype is {NAMES[given]}, but {METADATA} has {NAMES[named]}; remove token_dtype")
+        raise DataError(
+            f"{path}: token_dtype is {NAMES[given]}, but {METADATA} records {NAMES[named]}; remove token_dtype"
+        )
     stated, by = (given, "token_dtype") if given is not None else (named, METADATA)
     filled = [files for shards in splits.values() for files in shards if files.tokens]
     if stated is not None:
         for files in filled:
             if stated not in files.widths:
                 why = (
-                    f"{MASK} has {files.mask} bytes" if files.mask is not None else f"{INDEX} ends at token {files.end}"
+                    f"{MASK} is {files.mask} bytes" if files.mask is not None else f"{INDEX} ends at token {files.end}"
                 )
                 raise DataError(
-                    f"{files.folder / TOKENS}: its tokens are {NAMES[stated]} by {by}, but it has {files.tokens} bytes "
-                    f"and {why}, so they are {NAMES[files.widths[0]]}"
+                    f"{files.folder / TOKENS}: the token type in {by} is {NAMES[stated]}, but this file is "
+                    f"{files.tokens} bytes and {why}; expected {NAMES[files.widths[0]]}"
                 )
         return stated
     widths = [width for width in NAMES if all(width in files.widths for files in filled)]
     if not widths:
-        raise DataError(f"{path}: some shards have tokens of 2 bytes and some of 4; expected one width")
+        raise DataError(f"{path}: some shards have 2-byte tokens and some have 4-byte tokens; expected one size")
     if len(widths) == 1 or not filled:
         return widths[0]
     if (counted := _counted_width(splits, metadata)) is not None:
         return counted
     raise DataError(
-        f"{path}: its tokens may be uint16 or uint32: there is no {MASK}, {METADATA} has no type, and {INDEX} fits "
-        "both; set token_dtype to the right one (a key of the config, --token-dtype of a command)"
+        f"{path}: its tokens may be uint16 or uint32: there is no {MASK}, {METADATA} records no type, and {INDEX} fits "
+        "both types; set token_dtype in the config, or pass --token-dtype"
     )
 
 
 def metadata_width(metadata: Any, *, place: str) -> int | None:
-    """Return the number of bytes per token that another program's metadata records in any known form, or None.
+    """Return the number of bytes per token that another program's metadata records, or None.
 
     >>> from chatmill.store.foreign import metadata_width
     >>> metadata_width({"tokens": {"dtype": "np.uint32"}, "mask": {"dtype": "uint8"}}, place="metadata")
@@ -204,7 +206,7 @@ def metadata_width(metadata: Any, *, place: str) -> int | None:
         if width not in NAMES:
             raise DataError(f"{place}: {name} is an unsupported type; expected uint16 or uint32, little-endian")
     if len(set(types.values())) > 1:
-        raise DataError(f"{place}: {' and '.join(types)} are two types of tokens; expected one")
+        raise DataError(f"{place}: records several token types ({', '.join(types)}); expected one")
     return next(iter(types.values()), None)
 
 
@@ -227,7 +229,7 @@ def _types(node: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, i
 
 
 def _counted_width(splits: Mapping[str, list[_ShardFiles]], metadata: Mapping[str, Any]) -> int | None:
-    """Compute the number of bytes per token from the token counts that the specification defines for the metadata."""
+    """Compute the number of bytes per token from the token counts in the metadata."""
     widths = set()
     for split, shards in splits.items():
         count, size = metadata.get(f"num_{split}_tokens"), sum(files.tokens for files in shards)
@@ -242,7 +244,7 @@ def _folders(folder: OpenFolder, split: Path) -> list[Path]:
     shards = [split / name for name in names if name.startswith("shard_")]
     flat = INDEX in names
     if flat and shards:
-        raise DataError(f"{split}: has both {INDEX} and shards; expected one of them")
+        raise DataError(f"{split}: has both {INDEX} and shard folders; expected only one of them")
     for path in shards:
         if not SHARD_NAME.fullmatch(path.name):
             raise DataError(f"{path}: expected a name like {shard_name(0)}")
@@ -264,15 +266,14 @@ def _shard_files(folder: OpenFolder, place: Path) -> _ShardFiles:
     if not folder.is_file(index):
         raise DataError(f"{index}: no such file; every shard must have one; copy the dataset again")
     if (size := folder.stamps[index].size) % EPISODE.itemsize:
-        raise DataError(f"{index}: {size} bytes; expected pairs of 8-byte numbers")
+        raise DataError(f"{index}: is {size} bytes; expected a multiple of {EPISODE.itemsize}")
     if not folder.is_file(tokens):
         raise DataError(f"{tokens}: no such file; expected the tokens of {INDEX}")
     tokens_size = folder.stamps[tokens].size
     mask_size = folder.stamps[mask].size if folder.is_file(mask) else None
     with reading():
         entries = as_records(folder.map(index), EPISODE, size // EPISODE.itemsize)
-        # If episodes were written in order, the last episode ends at the end of the shard, so no other entry has to be
-        # read.
+        # If the last episode ends at the end of the shard, no other entry has to be read.
         end = _end(entries[-1:])
         if (2 * end != tokens_size) if mask_size is None else (end != mask_size):
             end = _end(entries)
@@ -280,7 +281,7 @@ def _shard_files(folder: OpenFolder, place: Path) -> _ShardFiles:
 
 
 def unread_files(folder: OpenFolder) -> list[str]:
-    """Return files in shards that chatmill does not read, such as another program's weights or segments."""
+    """Return the files in shards that chatmill does not read."""
     known = {INDEX, TOKENS, MASK}
     return [
         str((place / name).relative_to(folder.path))
@@ -295,8 +296,7 @@ def _end(entries: Table) -> int:
     if not len(entries):
         return 0
     ends = entries["start"] + entries["length"]
-    # An end that overflows 64 bits is larger than those that do not; the sum below uses Python integers, which cannot
-    # overflow.
+    # An end that overflows 64 bits is larger than all others. The sum below uses Python integers, which cannot overflow.
     overflows = ends < entries["start"]
     furthest = int(overflows.argmax() if overflows.any() else ends.argmax())
     start, length = entries[furthest].item()
@@ -304,7 +304,7 @@ def _end(entries: Table) -> int:
 
 
 def coverage(start: Index, stop: Index, size: int) -> Iterator[tuple[slice, Index]]:
-    """Yield, in chunks of positions, how many of these ranges contain each position from 0 to `size`.
+    """Count how many of these ranges contain each position below `size`; yield the counts in chunks.
 
     [0, 3) [2, 4), size 5  ->  1 1 2 1 0
     """

@@ -1,8 +1,8 @@
 """Files with a known size and hash, and JSON files that contain their own sha256.
 
 Binary files are written with `HashedFile` and checked with a `Manifest`. `dataset_metadata.json` and the `meta.json` of
-a cache contain their own hash: a file is accepted only if its bytes are exactly those that were written. An invalid
-value raises a one-line `DataError` that names the value's key.
+a cache contain their own hash, and are accepted only if no byte has changed. An invalid value raises a `DataError` that
+names its key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FileInfo:
 
 
 class HashedFile:
-    """A new file whose bytes are hashed and counted as they are written; `hurry` is passed to `files.create`."""
+    """A new file whose bytes are hashed and counted as they are written."""
 
     def __init__(self, path: Path, *, hurry: bool = False) -> None:
         self._file = create(path, hurry=hurry)
@@ -104,9 +104,7 @@ def _canonical(value: Any) -> str:
 
 
 def json_text(value: Mapping[str, Any]) -> bytes:
-    """Return JSON with one line per key, in canonical order; it is read and written as fast as JSON on a single
-    line.
-    """
+    """Return JSON with one line per key, in canonical order."""
     lines = [f"{json.dumps(key)}: {_canonical(value[key])}" for key in sorted(value)]
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
@@ -117,12 +115,12 @@ def self_hash(data: Mapping[str, Any]) -> str:
 
 
 def hashed_text(data: Mapping[str, Any]) -> bytes:
-    """Return a JSON object as file content, with its own hash under `sha256`."""
+    """Return a JSON object as text, with its own hash under `sha256`."""
     return json_text({**data, "sha256": self_hash(data)})
 
 
 def read_hashed(path: Path, kind: str, read: Callable[[Path], bytes]) -> bytes:
-    """Read the JSON file whose presence means that a dataset or cache (`kind`) is complete."""
+    """Read the JSON file that marks a dataset or cache (`kind`) as complete."""
     try:
         return read(path)
     except FileNotFoundError:
@@ -158,7 +156,7 @@ class JsonObject:
         return DataError(f"{self._place}: {key} is {one_line(json.dumps(value))}; expected {expected}")
 
     def check(self, name: str, right: bool, expected: str) -> Any:
-        """Return the value under `name`; if `right` is false, raise a `DataError` that contains `expected`."""
+        """Return the value under `name`; raise `DataError` if `right` is false."""
         value = self.value.get(name)
         if not right:
             raise self.fault(name, value, expected)
@@ -172,7 +170,6 @@ class JsonObject:
         return items
 
     def tables(self, name: str) -> list[JsonObject]:
-        """Return the JSON objects in the list under `name`."""
         items = enumerate(self.items(name))
         return [JsonObject(item, self._place, f"{self._key}.{name}[{number}]") for number, item in items]
 

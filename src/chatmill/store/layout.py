@@ -46,10 +46,10 @@ STORED_SPAN = np.dtype(
 )
 SEGMENT = np.dtype([("first_span", "<u8"), ("row", "<u8"), ("file", "<u4"), ("line", "<u8"), ("key", "<u8", (2,))])
 TARGET = np.dtype([("span", "<u8"), ("target", "<u4")])
-"""A span, by its number within the shard, and its target, if the target is not the span's own tokens."""
+"""The index of a span within the shard, and its target."""
 MASKS = np.dtype("u1")
 COUNTS = {TOKENS: "num_tokens", MASK: "num_tokens", INDEX: "num_episodes", SPANS: "num_spans", ORIGINS: "num_segments"}
-"""For each file of a shard except the targets, the name of the field that counts the file's records."""
+"""For each file of a shard except the targets, the field that counts its records."""
 
 NARROW = 2**16
 WIDE = 2**32
@@ -58,7 +58,7 @@ UNKNOWN = {
     name: ~np.isin(np.arange(256), [int(code) for code in codes])
     for name, codes in (("role", Role), ("part", Part), ("rule", Rule))
 }
-"""For each of role, part and rule, a flag per byte value (0 to 255) that is true if the value is undefined."""
+"""For role, part and rule: whether each byte value from 0 to 255 is undefined."""
 TOKEN_DTYPES: dict[str, np.dtype[np.unsignedinteger]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 """Supported token types by name."""
 
@@ -108,7 +108,7 @@ def lower_bound(column: NDArray[Any], value: int, low: int = 0) -> int:
 
     `np.searchsorted` would first copy the whole column, because columns of a mapped file are strided.
     """
-    # If each row is one conversation, row numbers equal segment numbers.
+    # If each row is one conversation, a segment has the same index as its row.
     size = len(column)
     guess = low if value < low else size if value > size else value
     if (guess == size or column[guess] >= value) and (guess == low or column[guess - 1] < value):
@@ -117,7 +117,7 @@ def lower_bound(column: NDArray[Any], value: int, low: int = 0) -> int:
 
 
 def first_spans(origins: Table, segments: Index, end: int) -> Index:
-    """Return the first span of each segment, or `end` for a segment number past the last segment."""
+    """Return the first span of each segment, or `end` for an index past the last segment."""
     if not len(origins):
         return np.full(len(segments), end, dtype=np.int64)
     first = origins["first_span"][np.minimum(segments, len(origins) - 1)].astype(np.int64)

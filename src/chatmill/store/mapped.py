@@ -1,9 +1,8 @@
 """Memory-mapped files that do not keep a file descriptor open, with an error if a mapped file is truncated.
 
-Python's `mmap` keeps a file descriptor open for every mapped file, and the limit is often 1,024 per process. Reading a
-page that no longer exists, because the file was truncated, raises the signal SIGBUS, which kills the process without a
-message. This module maps files through the C library, which needs no descriptor after mapping. Read mapped bytes like
-this:
+Python's `mmap` keeps a file descriptor open for every mapped file, and the limit is often 1,024 per process. This module
+maps files through the C library, which needs no descriptor after mapping. If a mapped file is truncated, reading a
+missing page raises the signal SIGBUS, which would kill the process without a message. Read mapped bytes like this:
 
     with reading():
         ids = array[start:stop].copy()
@@ -53,7 +52,7 @@ class _Region:
     path: Place
     absolute: Path
     fault: str = ""
-    """The reason why the mapped bytes must no longer be used, or an empty string."""
+    """Why the mapped bytes must no longer be used, or an empty string."""
 
     def note_fault(self) -> None:
         """Record why a page cannot be read."""
@@ -65,7 +64,7 @@ class _Region:
         if size < self.size:
             what = f"was truncated from {self.size} to {size} bytes while it was read"
         elif size > self.size:
-            what = f"was overwritten while it was read: it had {self.size} bytes and now has {size}"
+            what = f"was overwritten while it was read: its size changed from {self.size} to {size} bytes"
         else:
             what = "was overwritten, or its disk failed, while it was read"
         self.fault = f"{shown}: {what}; copy or build the dataset again, and never modify its files in place"
@@ -76,10 +75,9 @@ _regions: dict[int, _Region] = {}
 
 
 class MappedFile:
-    """The mapped bytes of the file that is open as `fd`; `np.asarray` does not copy them. The caller may close `fd`
-    once the file is mapped.
+    """The mapped bytes of the file that is open as `fd`, which may be closed afterwards; `np.asarray` does not copy them.
 
-    `absolute` is the file's absolute path, which is still valid if the working directory changes.
+    `absolute` is the absolute path, in case the working directory changes.
     """
 
     live = 0
@@ -102,7 +100,7 @@ class MappedFile:
         MappedFile.live += 1
         _install_handler()
         with reading():
-            # Remember the position of the last nonzero byte: this byte reads as 0 if the file is truncated before it.
+            # Remember the last nonzero byte, which reads as 0 if the file is truncated before it.
             begin = (self.size - 1) // mmap.PAGESIZE * mmap.PAGESIZE
             end = ctypes.string_at(address + begin, self.size - begin)
             last = max(len(end.rstrip(b"\0")), 1) - 1
@@ -115,9 +113,9 @@ class MappedFile:
         return {"version": 3, "typestr": "|u1", "shape": (self.size,), "data": (where, True)}
 
     def check(self) -> None:
-        """Raise `DataError` if the file has changed since it was mapped; call this method after reading the bytes.
+        """Raise `DataError` if the file has changed since it was mapped; call this after reading the bytes.
 
-        Truncation is always detected; overwritten bytes are detected with a delay of up to 2 ms per mapped file.
+        Truncation is always detected. Overwritten bytes are detected after at most 2 ms per mapped file.
         """
         if not self.size:
             return
@@ -135,7 +133,7 @@ class MappedFile:
                 self._refuse()
 
     def is_removed(self) -> bool:
-        """Return whether the file was removed or replaced; if so, unmapping the file frees its disk space."""
+        """Whether the file was removed or replaced, so that unmapping it frees disk space."""
         try:
             status = self._region.absolute.stat()
         except OSError:
@@ -198,7 +196,7 @@ class _Reading:
         if fault := _this_thread.fault:
             if not _this_thread.depth:
                 _this_thread.fault = ""
-            # Any other error in the block was caused by the zeros that were read instead of the page.
+            # Any other error in the block was caused by reading zeros instead of the page.
             raise DataError(fault) from None
 
 
@@ -269,7 +267,7 @@ _installed_by = 0
 
 
 def _install_handler() -> None:
-    """Install the SIGBUS handler; the previous handler (from torch or `faulthandler`) is kept for other addresses."""
+    """Install the SIGBUS handler, and keep the previous handler for other addresses."""
     global _installed_by
     _installed_by = os.getpid()
     now = _SigAction()

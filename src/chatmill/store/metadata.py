@@ -33,7 +33,6 @@ TOTALS = ("num_episodes", "num_tokens", "num_trained_tokens")
 
 
 def total(name: str) -> Any:
-    """Return a property that sums `name` over the `shards` of a split."""
     return property(lambda split: sum(getattr(shard, name) for shard in split.shards))
 
 
@@ -55,7 +54,7 @@ class ShardInfo:
 class SplitInfo:
     shards: tuple[ShardInfo, ...]
     files: tuple[File, ...]
-    """The input files in order of first use; the file numbers in origins are indices into this list."""
+    """The input files in order of first use; origins refer to them by index."""
 
     num_episodes = total("num_episodes")
     num_tokens = total("num_tokens")
@@ -75,7 +74,7 @@ class Metadata:
     splits: Mapping[str, SplitInfo]
     ledger: Ledger
     config: Mapping[str, Any]
-    """All other settings that influence the bytes of the dataset."""
+    """All other settings that affect the bytes of the dataset."""
     tokenizer_state: FileInfo = NOT_WRITTEN
     removed: FileInfo | None = None
     """The file that lists removed records, or None if no file was written."""
@@ -93,8 +92,8 @@ class Metadata:
 def write_metadata(folder: Path, metadata: Metadata, *, tokenizer_state: Any) -> Metadata:
     """Complete a dataset: write `tokenizer_state.json` and, as the last file, `dataset_metadata.json`.
 
-    `tokenizer_state`, and the `format` and `config` of the metadata, can be any JSON values. Returns the metadata as a
-    reader would load it, with the size and hash of the tokenizer state.
+    `tokenizer_state`, and the `format` and `config` of the metadata, can be any JSON values. Return the metadata as a
+    reader would load it.
     """
     state = (json.dumps(tokenizer_state, sort_keys=True, indent=1) + "\n").encode()
     metadata = replace(metadata, tokenizer_state=FileInfo(len(state), hashlib.sha256(state).hexdigest()))
@@ -118,8 +117,7 @@ def read_metadata(folder: Path, read: Callable[[Path], bytes] = Path.read_bytes)
 def is_chatmill_metadata(raw: bytes) -> bool:
     """Return whether `write_metadata` wrote this metadata, even if it has been damaged since then.
 
-    Checks the schema and two other keys, so that one flipped bit does not make a damaged dataset look like another
-    program's dataset.
+    Check the schema and two other keys, so that a dataset with one flipped bit is not taken for another program's.
     """
     try:
         value = json.loads(raw)
@@ -146,7 +144,7 @@ def _to_json(metadata: Metadata) -> dict[str, Any]:
         for number, shard in enumerate(split["shards"]):
             shard["name"] = shard_name(number)
             if shard["source"] is None:
-                # Omit null values, so that shards in a dataset with a single source do not have the key `source`.
+                # Shards of a dataset with a single source do not have this key.
                 del shard["source"]
     if metadata.removed is None:
         # Omit a null value, so that datasets without removed records have the same hash as before this key existed.

@@ -44,25 +44,23 @@ DATA = "data"
 IGNORED = -100
 """The label of positions that are excluded from the loss."""
 TOKENS = 1 << 20
-"""Number of tokens per row group; peak memory is a few times this size."""
+"""Number of tokens per row group."""
 MOST_INT32 = 2**31
 SPLIT_NAMES = {"val": "validation"}
 """Split names that differ in the `datasets` library."""
 COLUMNS = f"""\
 - `input_ids`: the tokens of a row, which is one conversation or several packed ones.
-- `labels`: the same tokens where they are trained, {IGNORED} elsewhere and at the first token of every
+- `labels`: the ids of trained tokens, and {IGNORED} for all other tokens and for the first token of every
   conversation. Labels are not shifted, because models shift them when they compute the loss.
-- `position_ids`: position ids, which start at 0 in every conversation.
+- `position_ids`: positions, which start at 0 in every conversation.
 - `seq_lengths`: the number of tokens of each conversation in the row."""
 PACKED_ROWS = """\
 Conversations in a packed row must not attend to each other, so a trainer has to use `position_ids` or
-`seq_lengths`. TRL ignores both columns unless it is configured with `SFTConfig(padding_free=True, max_length=None)`."""
+`seq_lengths`. TRL ignores both columns unless `SFTConfig(padding_free=True, max_length=None)` is set."""
 
 
 @dataclass
 class Exported:
-    """The counts of an exported split."""
-
     rows: int = 0
     conversations: int = 0
     """Number of conversations; a packed row contains several conversations."""
@@ -216,7 +214,6 @@ def _card(target: str, dataset: Dataset, done: dict[str, Exported]) -> str:
 
 
 def _made(metadata: Metadata | None) -> Iterator[str]:
-    """Yield the paragraphs that describe how the dataset was made."""
     if metadata is None:
         yield "Another program wrote this dataset and did not record its settings."
         return

@@ -63,7 +63,6 @@ class CacheShard:
         return HEADER.pack(MAGIC, VERSION, dtype.itemsize, *counts)
 
     def size(self, dtype: np.dtype[np.unsignedinteger]) -> int:
-        """Return the size of the whole shard file in bytes."""
         *_, (start, last, count) = _parts(dtype, self.num_examples, self.num_tokens).values()
         return start + count * last.itemsize
 
@@ -104,11 +103,10 @@ class CacheMeta:
         return self_hash(self._data())
 
     def to_bytes(self) -> bytes:
-        """Return the metadata as the content of `meta.json`."""
         return hashed_text(self._data())
 
     def stored_counts(self) -> dict[str, int]:
-        """Return the total numbers of examples, tokens and label tokens, keyed by their names in ledger faults."""
+        """Return the total numbers of examples, tokens and label tokens."""
         sums = [sum(getattr(split, total) for split in self.splits.values()) for total in TOTALS]
         return dict(zip(("examples", "tokens", "label tokens"), sums, strict=True))
 
@@ -131,7 +129,7 @@ def cache_folder(out: P, source: str) -> P:
 
 
 def check_place(out: Path, source: str, *, overwrite: bool) -> Path:
-    """Return the folder for a new cache; raise an error, before any work is done, if the cache cannot be written."""
+    """Return the folder for a new cache; raise an error if it cannot be written. Call this before doing any work."""
     target = cache_folder(out, source)
     recover(target, CACHE)
     check_target(target, overwrite=overwrite, kind=CACHE)
@@ -165,9 +163,8 @@ def write_cache(
 ) -> CacheMeta:
     """Build a cache in a staging folder and publish it as OUT/SOURCE with one rename. A failed build leaves no files.
 
-    Returns `meta` with the splits that were written. The rows of a split may be divided into any number of parts
-    without changing the bytes. The ledger of `meta` may be filled while rows are produced; when the last part is
-    written, the ledger must count all rows and balance.
+    Return `meta` with the splits that were written. The bytes do not depend on how the rows of a split are divided into
+    parts. The ledger of `meta` may be filled while rows are produced; in the end, it must balance.
     """
     target = cache_folder(out, meta.source)
     with building(target, "building", overwrite=overwrite, kind=CACHE) as staging:
@@ -195,7 +192,7 @@ def _write_split(folder: Path, parts: Iterable[Rows], vocab_size: int, shard_tok
 
 
 def _by_shard(parts: Iterable[Rows], shard_tokens: int) -> Iterator[Rows]:
-    """Yield the rows of each shard, with at most `shard_tokens` tokens; only one shard is in memory at a time."""
+    """Yield the rows of each shard; only one shard is in memory at a time."""
     if shard_tokens < 1:
         raise ValueError(f"shard_tokens is {shard_tokens}; expected at least 1")
     held: list[Rows] = []
@@ -251,7 +248,7 @@ class PrimerCache(Dataset):
 
 
 def is_cache(path: str | Place) -> TypeGuard[str | Path]:
-    """Return whether a folder contains the cache of a source and not a dataset; a URL never contains a cache."""
+    """Return whether a folder is the cache of a source. A URL is never a cache."""
     where = place(path)
     return isinstance(where, Path) and (where / META).is_file()
 
@@ -344,7 +341,7 @@ def _episodes(stored: StoredFiles, split: str, meta: CacheMeta) -> CachedEpisode
 def _parts(
     dtype: np.dtype[np.unsignedinteger], examples: int, tokens: int
 ) -> dict[str, tuple[int, np.dtype[Any], int]]:
-    """Return the first byte, type and record count of each part of a shard, keyed by the file names of a dataset."""
+    """Return the first byte, type and record count of each part of a shard."""
     index = HEADER.size
     ids = index + examples * EPISODE.itemsize
     mask = ids + tokens * dtype.itemsize
@@ -352,7 +349,7 @@ def _parts(
 
 
 class CachedEpisodes(Episodes):
-    """The examples of one split; the `folder` of a shard is the file that contains all its parts."""
+    """The examples of one split. The `folder` of a shard is a file here."""
 
     def _place(self, number: int, name: str) -> tuple[Place, np.dtype[Any], int]:
         shard = self.shards[number]
@@ -404,6 +401,6 @@ def _table_faults(episodes: Episodes, number: int, shard: CacheShard, vocab_size
     elif shard.num_tokens:
         mask, largest = episodes.array(number, MASK), int(episodes.array(number, TOKENS).max())
         if mask.max() > 1 or np.count_nonzero(mask) != shard.num_label_tokens:
-            yield f"{place}: expected a mask with {shard.num_label_tokens} ones and zeros elsewhere"
+            yield f"{place}: the mask is wrong; expected {shard.num_label_tokens} ones, and zeros elsewhere"
         elif largest >= vocab_size:
             yield f"{place}: token id {largest}; expected an id below {vocab_size}"

@@ -1,7 +1,7 @@
 """Publish a finished build atomically: sync all files, then rename the folder once.
 
-chatmill replaces and removes only files that it wrote, which are listed in the marker of a folder. If the folder
-contains any other file, the command fails before it does any work and does not remove the file.
+chatmill replaces and removes only files that it wrote, which the marker of a folder lists. If a folder contains any
+other file, the command fails before it does any work.
 """
 
 from __future__ import annotations
@@ -33,18 +33,15 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class FolderKind:
-    """A kind of folder that is published atomically, with the patterns that its files match.
-
-    Paths are relative to the folder and use slashes; the path of a folder ends with a slash.
-    """
+    """A kind of folder that is published atomically. Paths are relative to it; the path of a folder ends with a slash."""
 
     name: str
     marker: str
     """The file that is written last; a folder without this file is an unfinished build."""
     built: re.Pattern[str]
-    """Pattern that matches every path that a build of this kind creates; used for folders without a marker."""
+    """Matches every path that a build creates; used for folders without a marker."""
     listed: Callable[[Path], Iterable[str]] | None = None
-    """Returns the paths that a folder's marker lists, or raises `DataError`; None if markers do not list paths."""
+    """Returns the paths that the marker lists; None if it lists no paths."""
 
 
 def _listed_in_dataset(folder: Path) -> Iterator[str]:
@@ -91,7 +88,7 @@ def _contents(folder: Path, is_own: Callable[[str], object], prefix: str = "") -
 
 
 def _is_listed(folder: Path, kind: FolderKind) -> Callable[[str], bool]:
-    """Return a predicate for paths that a folder's marker lists; raise `DataError` if the marker is not chatmill's."""
+    """Return a predicate for paths that the marker lists; raise `DataError` if the marker is not chatmill's."""
     if kind.listed is None:
         raise DataError(f"{folder}: a {kind.name} has no list of its files")
     paths = {kind.marker, *kind.listed(folder)}
@@ -100,7 +97,7 @@ def _is_listed(folder: Path, kind: FolderKind) -> Callable[[str], bool]:
 
 
 def _is_own(folder: Path, kind: FolderKind) -> Callable[[str], object]:
-    """Return a predicate for paths that chatmill wrote in a folder, by its marker or, without a marker, by name."""
+    """Return a predicate for paths that chatmill wrote: those that the marker lists or, without a marker, by pattern."""
     try:
         return _is_listed(folder, kind)
     except DataError:
@@ -117,7 +114,7 @@ def names_of(paths: Sequence[str]) -> str:
 
 
 def check_target(target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -> None:
-    """Raise an error, before any work is done, if no build can be published at `target`."""
+    """Raise an error if no build can be published at `target`; call this before doing any work."""
     if local_path(target).name in ("", ".."):
         raise UsageError(f"{target}: has no name; use NAME or DIR/NAME as the folder of the {kind.name}")
     if target.is_symlink():
@@ -130,7 +127,7 @@ def check_target(target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -
 
 
 def _check_replaceable(folder: Path, target: Path, kind: FolderKind) -> None:
-    """Raise a `DataError` that names `target` unless the marker lists everything in `folder`."""
+    """Raise `DataError` unless the marker lists everything in `folder`; the message names `target`."""
     if folder.is_symlink() or not folder.is_dir():
         raise DataError(f"{target}: is not a folder and is not replaced; remove it or use another name")
     if not any(folder.iterdir()):
@@ -153,7 +150,7 @@ def _check_replaceable(folder: Path, target: Path, kind: FolderKind) -> None:
 
 
 def refuse_inside(target: Path, reads: Iterable[Path]) -> None:
-    """Raise an error if one of the paths that a command reads is inside the folder that the command would replace."""
+    """Raise `DataError` if a path that the command reads is inside the folder that it would replace."""
     for path in reads:
         if files.real(target) in files.real(path).parents:
             raise DataError(f"{target}: contains {path}, which the command reads; use another folder")
@@ -168,7 +165,7 @@ def staging_for(target: Path) -> Path:
 
 
 def set_aside(target: Path) -> Path:
-    """Return the temporary name of the old dataset on systems that cannot swap two folders atomically."""
+    """Return the temporary name of the old dataset, if the system cannot swap two folders atomically."""
     return target.with_name(f".{target.name}.replaced")
 
 
@@ -182,8 +179,8 @@ def publish(staging: Path, target: Path, *, overwrite: bool, kind: FolderKind = 
         raise DataError(f"{staging}: has no {kind.marker}; unfinished builds are not published")
     files.sync_tree(staging)
     recover(target, kind)
-    # Check again, because the target may have changed during the build. To avoid a race, the replaced folder is checked
-    # once more after the rename.
+    # Check again, because the target may have changed during the build. The replaced folder is checked once more after
+    # the rename.
     check_target(target, overwrite=overwrite, kind=kind)
     if not os.path.lexists(target):
         _move(staging, target)
@@ -274,7 +271,7 @@ def remove_contents(folder: Path, kind: FolderKind) -> str:
 
 
 def _remove_replaced(folder: Path, target: Path, kind: FolderKind) -> None:
-    """Remove a folder that was replaced; warn if it cannot be removed or contains files that chatmill did not write."""
+    """Remove a folder that was replaced, or warn if that fails."""
     if not (left := remove_folder(folder, kind)):
         return
     try:
@@ -308,12 +305,12 @@ def building(
     """Yield a locked folder next to `target` to build in; publish it when the `with` block ends, or remove it on
     failure.
 
-    Leftovers of a killed process are removed first. `source` is the dataset that the `with` block reads; `source` and
-    `target` must not overlap. `reads` are the other files that the `with` block reads.
+    `source` is the dataset that the `with` block reads, which must not overlap with `target`; `reads` are the other
+    files that it reads.
     """
     here, there = files.real(target), files.real(target if source is None or isinstance(source, Url) else source)
     if here != there and (here in there.parents or there in here.parents):
-        raise DataError(f"{target}: {target} and {source} overlap; use another folder")
+        raise DataError(f"{target}: overlaps with {source}; use another folder")
     refuse_inside(target, reads)
     check_target(target, overwrite=overwrite, kind=kind)
     recover(target, kind)

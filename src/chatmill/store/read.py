@@ -42,13 +42,11 @@ def open_dataset(path: str | Place, *, token_dtype: str | None = None) -> Datase
     >>> rows.lengths.tolist()
     [266, 85]
 
-    Datasets that other programs wrote in the format of the episode specification can also be opened, but have no spans
-    or origins; set `token_dtype` to uint16 or uint32 if the token type cannot be inferred (see `foreign`). If the
-    dataset is replaced during this call, the result is either the old or the new dataset, never a mixture of both; see
-    `folder`.
+    Datasets that other programs wrote can also be opened, but have no spans or origins. Set `token_dtype` to uint16 or
+    uint32 if their token type cannot be inferred. If the dataset is replaced during this call, the result is the old or
+    the new dataset, never a mixture.
 
-    Files of a dataset at a URL are downloaded when they are read, and missing files are detected only then; see
-    `remote_files`.
+    Files of a dataset at a URL are downloaded when they are read, and missing files are detected only then.
     """
     where = place(path)
     if isinstance(where, Url):
@@ -64,7 +62,7 @@ def remote_dataset(url: Url, token_dtype: str | None = None) -> Dataset:
 
 
 def in_dataset_folder(path: Path, work: Callable[[OpenFolder], T]) -> T:
-    """Return the result of `work` on the folder of a dataset; see `in_folder`."""
+    """Like `in_folder`, for the folder of a dataset."""
     if not path.is_dir() and set_aside(path).is_dir():
         raise DataError(f"{path}: the process that was replacing it was killed; the old dataset is {set_aside(path)}")
     return in_folder(path, "a dataset", work)
@@ -87,7 +85,7 @@ def dataset_in(folder: OpenFolder, token_dtype: str | None = None) -> Dataset:
 
 def _check_width(path: Place, metadata: Metadata, token_dtype: str | None) -> None:
     if foreign.token_width(token_dtype) not in (None, metadata.dtype.itemsize):
-        raise DataError(f"{path}: token_dtype is {token_dtype}, but its metadata has {metadata.dtype.name}")
+        raise DataError(f"{path}: token_dtype is {token_dtype}, but its metadata records {metadata.dtype.name}")
 
 
 def _dataset(stored: StoredFiles | RemoteFiles, metadata: Metadata) -> Dataset:
@@ -104,7 +102,7 @@ def is_dataset(path: str | Place) -> bool:
 
 
 def stored_metadata(folder: OpenFolder) -> Metadata | None:
-    """Return a dataset's metadata, or None if another program wrote it; raise `DataError` if it cannot be read."""
+    """Return the metadata, or None if another program wrote the dataset; raise `DataError` if it cannot be read."""
     path, trace = folder.path / METADATA, foreign.trace_of_chatmill(folder)
     if folder.status(path) is not None:
         if trace is not None or is_chatmill_metadata(read_hashed(path, "dataset", folder.read)):
@@ -177,7 +175,7 @@ class Dataset:
 
     def __getitem__(self, split: str) -> Episodes:
         if split not in self._splits:
-            raise DataError(f"{self.path}: has no split {split}; it has {', '.join(self._splits) or 'none'}")
+            raise DataError(f"{self.path}: has no split {split}; expected {', '.join(self._splits) or 'none'}")
         return self._splits[split]
 
     def __contains__(self, split: str) -> bool:
@@ -235,7 +233,6 @@ class Dataset:
 
 
 def sources_text(dataset: Dataset) -> str:
-    """Describe the sources of a dataset for an error message."""
     names = ", ".join(map(one_line, dataset.sources))
     none = "only datasets made from a recipe with several sources have named sources"
     return f"the dataset has {names}" if names else none

@@ -3,8 +3,8 @@
     URL/dataset_metadata.json    the same bytes as the local file
     URL/objects/SHA256           every other file, named by its hash
 
-The metadata has the size and hash of every file, so no listing is needed, and objects with other hashes do not matter.
-A dataset whose plain files were copied to a bucket (URL/train/shard_00000/tokens.bin) can be read as well.
+The metadata records the size and hash of every file; other objects are ignored. A dataset whose plain files were copied
+to a bucket (URL/train/shard_00000/tokens.bin) can also be read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OBJECTS = "objects"
 STAGING = "staging"
 """The folder of the staged objects of distributed builds: staging/BUILD/…"""
 ATTEMPTS = 10
-"""Maximum number of attempts to read an object or cached file that is replaced or evicted during the read."""
+"""Maximum number of attempts to read an object that is replaced, or a cached file that is evicted."""
 
 
 class Fetch(Protocol):
@@ -44,7 +44,7 @@ class RemoteFiles:
     """The files of an open dataset at a URL, with the interface of `StoredFiles`. Instances can be pickled."""
 
     def __init__(self, url: Url, files: Mapping[Place, FileInfo], *, by_hash: bool) -> None:
-        """`files` are keyed by their URLs in the plain layout; `by_hash` is true if the objects are named by hash."""
+        """`files` are keyed by their URLs in the plain layout; `by_hash` is whether objects are named by hash."""
         self.path = url
         self._files = dict(files)
         self._by_hash = by_hash
@@ -100,7 +100,6 @@ def _read_all(fd: int, size: int) -> bytes:
 
 
 def object_url(dataset: Url, sha256: str) -> Url:
-    """Return the URL of the object with this hash in a dataset."""
     return dataset / OBJECTS / sha256
 
 
@@ -125,7 +124,7 @@ def remote_metadata_text(url: Url) -> bytes:
 
 
 def remote_files(url: Url, metadata: Metadata) -> RemoteFiles:
-    """Return the files of a dataset at a URL; raise `DataError` if it has neither of the two layouts."""
+    """Return the files of a dataset at a URL, in either layout; raise `DataError` if there are none."""
     files: dict[Place, FileInfo] = {url / name: info for name, info in listed_files(metadata)}
     state = metadata.tokenizer_state
     places = {True: object_url(url, state.sha256), False: url / TOKENIZER_STATE}

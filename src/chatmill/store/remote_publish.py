@@ -1,8 +1,8 @@
 """Publish a finished build to an object store, where objects cannot be renamed.
 
-Every file is uploaded under its hash. The metadata is uploaded last, on the condition that no metadata exists yet, or
-that it has not changed since the build started. Until the metadata is uploaded, readers see the old dataset, or no
-dataset. Publishing removes no objects, so that readers of the old dataset can continue; see `clean`.
+Every file is uploaded under its hash. The metadata is uploaded last, and only if the URL has no metadata or the same
+metadata as when the build started. Until then, readers see the old dataset, or no dataset. Publishing removes no
+objects, so that readers of the old dataset can continue; see `clean`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from chatmill.store.remote_files import OBJECTS, STAGING, object_url, remote_met
 THREADS = 8
 """Number of files that are uploaded concurrently."""
 FRESH = 6 * 3600.0
-"""Maximum age, in seconds, of an existing object that is reused although no metadata lists it.
-
-`chatmill clean` may be about to remove an older object, so it is uploaded again."""
+"""Maximum age in seconds of an existing object that is reused although no metadata lists it. An older object is uploaded
+again, because `chatmill clean` may be about to remove it.
+"""
 
 OWN_NAMES = (OBJECTS, STAGING, METADATA, TOKENIZER_STATE, REMOVED, *SPLITS)
 """The names at the top level of a dataset, in both layouts."""
@@ -52,7 +52,7 @@ class RemoteTarget:
 
 
 def check_remote_target(url: Url, *, overwrite: bool) -> RemoteTarget:
-    """Raise an error, before any work is done, if no dataset can be published at a URL."""
+    """Raise an error if no dataset can be published at a URL; call this before doing any work."""
     objects.check_writable(url)
     if not url.address.partition("://")[2].partition("/")[2].strip("/"):
         raise UsageError(f"{url}: has no name; use {url.scheme}://BUCKET/NAME")
@@ -75,9 +75,7 @@ def check_remote_target(url: Url, *, overwrite: bool) -> RemoteTarget:
 
 
 def _check_others(url: Url) -> None:
-    """Raise `DataError` if the URL contains objects that chatmill did not write. If the store denies listing, the check
-    is skipped.
-    """
+    """Raise `DataError` if the URL contains objects that chatmill did not write, if the store permits listing."""
     try:
         others = [name for name in objects.first_below(url) if name not in OWN_NAMES]
     except RemoteError:
@@ -102,9 +100,7 @@ class Uploads:
             self._pool.shutdown(cancel_futures=True)
 
     def add(self, path: Path, info: FileInfo) -> None:
-        """Upload a file with this size and hash, unless its object exists; if an earlier upload failed, raise its
-        error.
-        """
+        """Upload a file, unless its object exists; raise the error of an earlier upload that failed."""
         for sha256 in [sha256 for sha256, running in self._running.items() if running.done()]:
             self._running[sha256].result()
         if info.sha256 not in self._running:
@@ -113,7 +109,6 @@ class Uploads:
             self._running[info.sha256] = self._pool.submit(upload_object, self._target, path, info)
 
     def add_shard(self, folder: Path, info: ShardInfo) -> None:
-        """Upload the files of a shard."""
         for name, file in info.files.items():
             self.add(folder / name, file)
 
@@ -131,7 +126,7 @@ class Uploads:
 
 
 def upload_object(target: RemoteTarget, path: Path, info: FileInfo) -> None:
-    """Upload a file under its hash, unless the object already exists and `chatmill clean` will not remove it."""
+    """Upload a file under its hash, unless the object exists and is listed in the metadata or recent."""
     url = object_url(target.url, info.sha256)
     there = objects.find(url)
     if there is not None and there.size == info.size:
@@ -177,9 +172,7 @@ def scratch_folder(url: Url) -> Path:
 
 @contextmanager
 def building_remote(url: Url, doing: str, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a local folder to build in, and publish it at a URL when the `with` block ends; see `building` for local
-    targets.
-    """
+    """Yield a local folder to build in, and publish it at a URL when the `with` block ends."""
     target, local = check_remote_target(url, overwrite=overwrite), scratch_folder(url)
     with building_aside(local, doing) as staging, Uploads(target) as uploads:
         yield staging

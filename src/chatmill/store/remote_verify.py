@@ -34,7 +34,7 @@ def size_faults(files: RemoteFiles) -> Iterator[str]:
 
 
 class Downloads:
-    """Downloads files of a dataset to a folder without using the cache, to verify the current content of the store."""
+    """Downloads files of a dataset to a folder, without using the cache."""
 
     def __init__(self, files: RemoteFiles, folder: Path) -> None:
         self._files, self._folder = files, folder
@@ -55,7 +55,7 @@ class Downloads:
                 yield f"{_named(path, url)}: sha256 is {digest[:12]}…, {recorded}; the object was changed"
 
     def fetch(self, url: Url, *, size: int, sha256: str) -> Path:
-        """Return the downloaded file with this hash; this method has the interface of `cache.fetch`."""
+        """Return the downloaded file with this hash; has the interface of `cache.fetch`."""
         return self._folder / sha256
 
     def _download(self, url: Url, size: int, to: Path) -> str:
@@ -68,5 +68,5 @@ class Downloads:
 
 
 def _named(path: Place, url: Url) -> str:
-    """Describe an object and, if its name is a hash, the file that it contains."""
+    """Return the URL of an object and, if its name is a hash, the path of the file that it contains."""
     return str(url) if url == path else f"{url} ({'/'.join(str(path).rsplit('/', 3)[1:])})"

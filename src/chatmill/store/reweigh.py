@@ -1,7 +1,6 @@
-"""Derive a dataset with a different mask: spans and mask are rewritten, and the other files of each shard are shared
-with the original dataset.
+"""Derive a dataset with a different loss mask: write new spans and masks, and share all other files with the original.
 
-The tokens are not read. Weights set by a flag, a header or truncation are kept; see `rows.weigh`.
+Tokens are not read. Weights set by a flag, a header or truncation are kept; see `rows.weigh`.
 """
 
 from __future__ import annotations
@@ -37,15 +36,13 @@ SEGMENTS = 1 << 14
 TOKENS = 1 << 22
 """Number of tokens whose mask is computed at a time."""
 WITHOUT_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP}
-"""System errors that mean that a hard link is not possible: across file systems, not supported, or not permitted."""
+"""System errors that mean that a hard link is not possible."""
 
 UNTRAINED: tuple[Bucket, str] = ("noted", "no_trained_tokens")
 
 
 @dataclass(frozen=True)
 class Reweighed:
-    """The new dataset, with counts of changed conversations and of shared files."""
-
     metadata: Metadata
     parent: Metadata
     untrained: int
@@ -59,10 +56,10 @@ class Reweighed:
 def reweigh_dataset(
     source: str | Place, target: str | Place, *, train_on: TrainOn, overwrite: bool = False
 ) -> Reweighed:
-    """Write a dataset with the rows of `source` and another `train_on`, and publish it atomically.
+    """Write a dataset with the rows of `source` and another loss mask, and publish it atomically.
 
-    tokens.bin, episodes.idx, origins.bin and targets.bin are hard links to the files of `source`, or copies if links
-    are not possible. Rows that were truncated or dropped in `source` stay truncated or dropped.
+    All files except spans and masks are hard links to the files of `source`, or copies if links are not possible. Rows
+    that were truncated or dropped in `source` stay truncated or dropped.
     """
     dataset = open_dataset(source)
     parent = dataset.metadata
@@ -72,14 +69,14 @@ def reweigh_dataset(
         )
     if parent.config.get("unroll"):
         raise UsageError(
-            f"{source}: was prepared with --unroll, so each of its rows trains one answer; "
+            f"{source}: was prepared with --unroll, so the loss mask of each row includes only one answer; "
             f"prepare it with --train-on {train_on} instead"
         )
     if train_on in ("last", "last-exchange") and (
         parent.config.get("fit") == "blocks" or parent.ledger.total("repeated").rows
     ):
         raise UsageError(
-            f"{source}: its rows are parts of conversations, in which the last answer is unknown; "
+            f"{source}: its rows are parts of conversations, so the last answer is unknown; "
             f"prepare it with --train-on {train_on} instead"
         )
     with _building(place(target), dataset, overwrite=overwrite) as staging:
@@ -106,8 +103,6 @@ def _building(target: Place, dataset: Dataset, *, overwrite: bool) -> AbstractCo
 
 
 class _Reweigher:
-    """Writes the shards one by one and counts the files that are shared with the source."""
-
     def __init__(self, dataset: Dataset, train_on: TrainOn) -> None:
         self._dataset, self._train_on = dataset, train_on
         self.untrained = LedgerEntry()
@@ -179,7 +174,7 @@ class _Reweigher:
 
 
 def _span_chunks(episodes: Episodes, number: int) -> Iterator[tuple[Table, Index]]:
-    """Yield copies of the spans of several conversations at a time, and the first span of each conversation."""
+    """Yield copies of the spans in chunks of conversations, with the first span of each conversation."""
     spans, origins = episodes.array(number, SPANS), episodes.array(number, ORIGINS)
     seen = 0
     for at in range(0, len(origins), SEGMENTS):
@@ -206,7 +201,7 @@ def changed(path: Place) -> DataError:
 
 
 def _ledger(parent: Ledger, splits: dict[str, SplitInfo], untrained: LedgerEntry) -> Ledger:
-    """Return the ledger of the source dataset, with the trained tokens counted under the new mask."""
+    """Return the ledger of the source dataset, with the trained tokens of the new mask."""
     ledger = Ledger()
     for bucket, reason, entry in parent:
         if bucket != "stored" and (bucket, reason) != UNTRAINED:

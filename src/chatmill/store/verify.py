@@ -45,12 +45,12 @@ class SplitCounts:
 
 @dataclass(frozen=True)
 class Verified:
-    """The counts of a dataset or cache, and its faults, one line each; an intact dataset has no faults."""
+    """The counts and faults of a dataset or cache; an intact dataset has no faults."""
 
     faults: tuple[str, ...]
     splits: dict[str, SplitCounts]
     sha256: str | None
-    """The hash of the dataset, or None if another program wrote the dataset or it cannot be read."""
+    """The hash of the dataset; None if another program wrote it, or if it cannot be read."""
     unread: tuple[str, ...] = ()
     """Files in another program's shards that chatmill does not read."""
 
@@ -118,9 +118,7 @@ def _verified_remote(url: Url, *, full: bool, token_dtype: str | None) -> Verifi
 def _split_counts(
     dataset: Dataset, faults: list[str], *, full: bool, before: Callable[[Shard], Iterable[str]] = lambda shard: ()
 ) -> dict[str, SplitCounts]:
-    """Check all shards, add their faults to `faults`, and return the counts of each split; skip shards in which
-    `before` finds faults.
-    """
+    """Check all shards except those in which `before` finds faults; extend `faults` and return the counts per split."""
     splits, metadata = {}, dataset.metadata
     for name in dataset.splits:
         episodes, trained, cover = dataset[name], 0, np.zeros(2, dtype=np.int64)
@@ -155,7 +153,7 @@ def _ledger_faults(place: Place, metadata: Metadata) -> Iterator[str]:
 
 
 def ledger_faults(folder: Place, ledger: Ledger, stored: dict[str, int]) -> Iterator[str]:
-    """Yield faults if a ledger does not balance or disagrees with the contents of the shards."""
+    """Yield faults if a ledger does not balance or differs from the shards."""
     try:
         ledger.check()
     except ChatmillError as error:
@@ -165,7 +163,7 @@ def ledger_faults(folder: Place, ledger: Ledger, stored: dict[str, int]) -> Iter
     counted |= {"trained tokens": total.trained, "label tokens": total.trained}
     for what, count in stored.items():
         if counted[what] != count:
-            yield f"{folder}: the ledger has {counted[what]} stored {what}, but the shards have {count}"
+            yield f"{folder}: the ledger counts {counted[what]} stored {what}, but the shards contain {count}"
 
 
 def _check_foreign(episodes: Episodes, number: int) -> tuple[int, int, int]:
@@ -177,7 +175,7 @@ def _check_foreign(episodes: Episodes, number: int) -> tuple[int, int, int]:
     size, room = shard.num_tokens, np.uint64(shard.num_tokens)
     wrong = (index["start"] > room) | (index["length"] > room - np.minimum(index["start"], room))
     for where in np.flatnonzero(wrong)[:1]:
-        raise DataError(f"{shard.folder / INDEX}: episode {where} ends beyond the {size} tokens")
+        raise DataError(f"{shard.folder / INDEX}: episode {where} ends after the last of the {size} tokens")
     start = index["start"].astype(np.int64)
     stop = start + index["length"].astype(np.int64)
     in_order = len(index) and start[0] == 0 and stop[-1] == size and np.array_equal(start[1:], stop[:-1])
@@ -187,7 +185,9 @@ def _check_foreign(episodes: Episodes, number: int) -> tuple[int, int, int]:
         if MASK in shard.records:
             mask = episodes.array(number, MASK)[here]
             for where in np.flatnonzero(mask > 1)[:1]:
-                raise DataError(f"{shard.folder / MASK}: {mask[where]} at token {here.start + where}; expected 0 or 1")
+                raise DataError(
+                    f"{shard.folder / MASK}: the mask of token {here.start + where} is {mask[where]}; expected 0 or 1"
+                )
             trained += int(np.count_nonzero(mask if count is None else mask[count > 0]))
         else:
             trained += here.stop - here.start if count is None else int(np.count_nonzero(count))
@@ -200,10 +200,7 @@ def _check_foreign(episodes: Episodes, number: int) -> tuple[int, int, int]:
 
 
 class _ShardCheck:
-    """Checks one shard in constant memory, several episodes at a time.
-
-    The check of a shard stops at the first fault, which often causes later faults.
-    """
+    """Checks one shard, several episodes at a time, and stops at the first fault, which often causes later faults."""
 
     def __init__(self, episodes: Episodes, number: int, info: ShardInfo, metadata: Metadata, *, full: bool) -> None:
         self._shard = episodes.shards[number]
@@ -245,22 +242,22 @@ class _ShardCheck:
             self._bytes(slice(first_token, self._tokens_seen), trained)
 
     def _entries(self, at: int, stop: int) -> Index:
-        """Return the lengths of these episodes, and check that each episode starts where the previous one ends."""
+        """Check that each episode starts where the previous one ends; return the lengths of the episodes."""
         entries = self._arrays[INDEX][at:stop]
         start, length = entries["start"], entries["length"]
         if int(length.max()) > self._shard.num_tokens - self._tokens_seen:
             where = at + int(length.argmax())
-            raise self._fault(INDEX, f"episode {where} has {length.max()} tokens; the shard is shorter")
+            raise self._fault(INDEX, f"episode {where} has {length.max()} tokens, which is more than the rest of the shard")
         expected = self._tokens_seen + np.cumsum(length) - length
         for where in np.flatnonzero(start != expected)[:1]:
             raise self._fault(
                 INDEX,
                 f"episode {at + where} starts at {start[where]}; "
-                f"expected {expected[where]}, the end of the previous one",
+                f"expected {expected[where]}, the end of the previous episode",
             )
         self._tokens_seen += int(length.sum())
         if self._tokens_seen > self._shard.num_tokens:
-            raise self._fault(INDEX, f"episode {stop - 1} ends beyond the {self._shard.num_tokens} tokens")
+            raise self._fault(INDEX, f"episode {stop - 1} ends after the last of the {self._shard.num_tokens} tokens")
         self._shortest = min(self._shortest, int(length.min()))
         self._longest = max(self._longest, int(length.max()))
         return length.astype(np.int64)
@@ -278,7 +275,7 @@ class _ShardCheck:
         file = origins["file"][begin:end]
         if np.any((file != NO_FILE) & (file >= self._num_files)):
             raise self._fault(
-                ORIGINS, f"one of segments {begin} to {end} has a file number beyond the {self._num_files} known files"
+                ORIGINS, f"one of segments {begin} to {end} has a file index that is not below {self._num_files}"
             )
         first = layout.first_spans(origins, np.arange(begin, end + 1), len(spans))
         if first[0] != self._spans_seen or first[-1] > len(spans) or np.any(np.diff(first) < 0):
@@ -305,11 +302,12 @@ class _ShardCheck:
         """Compare the mask of these tokens with their spans, and check that their ids are in the vocabulary."""
         mask = self._arrays[MASK][here]
         for where in np.flatnonzero(mask != trained)[:1]:
-            raise self._fault(MASK, f"{mask[where]} at token {here.start + where}; its span has {int(trained[where])}")
+            what = f"the mask of token {here.start + where} is {mask[where]}"
+            raise self._fault(MASK, f"{what}; expected {int(trained[where])}, as in {SPANS}")
         vocab_size, tokens = self._metadata.vocab_size, self._arrays[TOKENS][here]
         for where in np.flatnonzero(tokens >= vocab_size)[:1]:
             raise self._fault(
-                TOKENS, f"id {tokens[where]} at token {here.start + where}; expected an id below {vocab_size}"
+                TOKENS, f"the id of token {here.start + where} is {tokens[where]}; expected an id below {vocab_size}"
             )
 
     def _check_totals(self) -> None:
@@ -321,14 +319,14 @@ class _ShardCheck:
             (SPANS, "spans", self._spans_seen, records[SPANS]),
         ):
             if seen != there:
-                raise self._fault(file, f"episodes account for {seen} of {there} {what}")
+                raise self._fault(file, f"the episodes cover {seen} of {there} {what}")
         for file, what, expected, count in (
             (SPANS, "trained tokens", self._info.num_trained_tokens, self.trained),
             (INDEX, "tokens in the shortest episode", self._info.shortest, self._shortest),
             (INDEX, "tokens in the longest episode", self._info.longest, self._longest),
         ):
             if count != expected:
-                raise self._fault(file, f"{count} {what}; the metadata has {expected}")
+                raise self._fault(file, f"{count} {what}, but the metadata records {expected}")
 
     def _targets(self) -> None:
         table = self._arrays[TARGETS]
@@ -337,7 +335,7 @@ class _ShardCheck:
         for at in range(0, len(table), EPISODES):
             span, target = table["span"][at : at + EPISODES].astype(np.int64), table["target"][at : at + EPISODES]
             if span[0] <= last or np.any(np.diff(span) <= 0) or span[-1] >= self._shard.records[SPANS]:
-                raise self._fault(TARGETS, "span numbers are not ascending, or are beyond the last span")
+                raise self._fault(TARGETS, "the span indexes are not ascending, or one is past the last span")
             if int(target.max()) >= vocab_size:
                 raise self._fault(TARGETS, f"target {target.max()}; expected an id below {vocab_size}")
             last = int(span[-1])

@@ -1,8 +1,4 @@
-"""Write rows to shards in any number of `append` calls; each file is written once, in order, and hashed as it is
-written.
-
-The calling thread converts rows to bytes; another thread hashes and writes them in order, and syncs finished shards.
-"""
+"""Write rows to shards. The calling thread converts rows to bytes; another thread hashes and writes them in order."""
 
 from __future__ import annotations
 
@@ -26,9 +22,9 @@ from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, STORED_SPAN, TARG
 from chatmill.store.metadata import ShardInfo, SplitInfo
 
 CHUNK_TOKENS = 1 << 18
-"""Number of tokens converted to bytes at a time, so that copies stay in the CPU cache and memory use is constant."""
+"""Number of tokens converted to bytes at a time, so that copies stay in the CPU cache."""
 QUEUED = 24
-"""Maximum number of queued chunks: enough to keep the other thread busy while the next rows are gathered."""
+"""Maximum number of queued chunks, to keep the other thread busy."""
 
 
 class SplitWriter:
@@ -38,9 +34,8 @@ class SplitWriter:
     bytes depend only on the rows, not on how rows are distributed over calls to `append`. As a context manager, a
     writer closes its files if the block fails; `close` completes the split.
 
-    Another process may write a later part of the split that starts with a new shard: `first` is the number of this
-    shard, and `files` maps each input file of the part to its number. `on_shard` is called with the folder of each
-    shard when its files are complete.
+    If several processes write parts of the split, `first` is the index of the first shard of this part, and `files`
+    maps its input files to their indexes. `on_shard` is called with the folder of each completed shard.
     """
 
     def __init__(
@@ -129,7 +124,7 @@ class SplitWriter:
 
 
 class FileTable:
-    """Numbers the input files of rows with different file tables, in the order in which rows first refer to them."""
+    """Numbers the input files of all rows in order of first use."""
 
     def __init__(self, numbers: Mapping[File, int] = MappingProxyType({})) -> None:
         self._numbers = dict(numbers)
@@ -158,7 +153,7 @@ class FileTable:
 
 
 class _WriterThread:
-    """Runs functions in order in another thread. If one fails, a later `submit` or `wait` raises its exception."""
+    """Runs functions in order in another thread. After a failure, `submit` or `wait` raises the exception."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -172,7 +167,6 @@ class _WriterThread:
             self._waiting.popleft().result()
 
     def wait(self) -> None:
-        """Wait until all submitted functions have run."""
         while self._waiting:
             self._waiting.popleft().result()
 
@@ -184,8 +178,6 @@ class _WriterThread:
 
 
 class _ShardWriter:
-    """The files of one shard while they are being written."""
-
     def __init__(
         self, folder: Path, dtype: np.dtype[np.unsignedinteger], thread: _WriterThread, source: str | None
     ) -> None:
@@ -229,7 +221,7 @@ class _ShardWriter:
         self._longest = max(self._longest, int(lengths.max()))
 
     def close(self) -> ShardInfo:
-        """Complete the files of the shard and sync them while the next shard is written, so that publishing is fast."""
+        """Close the files of the shard, and sync them while the next shard is written."""
         self._thread.wait()
         counts = (self.num_episodes, self.num_tokens, self._trained, self._spans, self._segments)
         parts = {name: part.close() for name, part in self._parts.items()}
@@ -254,7 +246,6 @@ class _ShardWriter:
 
 
 def _table(dtype: np.dtype[Any], **columns: NDArray[Any]) -> Table:
-    """Create a table of this type from its columns."""
     table = np.empty(len(next(iter(columns.values()))), dtype=dtype)
     for name, column in columns.items():
         table[name] = column
