@@ -209,7 +209,8 @@ def test_without_tags_trl_says_why_and_every_token_is_compared(run, tmp_path):
     code, out, _ = run(write(chat(("system", "S"), *TURNS[:2])), "model")
     line = out.splitlines()[1]
     assert code == 0
-    assert line.startswith("TRL cannot train on answers only with this template, so it trains on every token: ValueError: ")
+    said = "TRL cannot train on answers only with this template, so it trains on every token: ValueError: "
+    assert line.startswith(said)
     assert "patching is not supported for this template" in line
     reasons = [line for line in out.splitlines() if line and not line.startswith((" ", "TRL", "chatmill", "1 rec"))]
     assert reasons[2:] == [

@@ -128,8 +128,14 @@ SOURCE = "sources: [{inputs: a.jsonl}]\n"
 FAULTS = {
     "nothing": ("", "is not a table; expected `sources` and the settings of the dataset"),
     "a list": ("- a", "is not a table"),
-    "cut off": ("sources: [", "is not valid YAML: expected the node content, but found '<stream end>' (at line 1, column 11)"),
-    "a tab": ("sources:\n\t- a", "is not valid YAML: found character '\\t' that cannot start any token (at line 2, column 1)"),
+    "cut off": (
+        "sources: [",
+        "is not valid YAML: expected the node content, but found '<stream end>' (at line 1, column 11)",
+    ),
+    "a tab": (
+        "sources:\n\t- a",
+        "is not valid YAML: found character '\\t' that cannot start any token (at line 2, column 1)",
+    ),
     "two documents": ("a: 1\n---\na: 2", "is not valid YAML: but found another document (at line 2, column 1)"),
     "a repeated key": (
         SOURCE + "seed: 1\nseed: 2",

@@ -48,7 +48,7 @@ def test_every_flipped_bit_and_every_truncation_is_detected(tmp_path):
     data = (tmp_path / "x").read_bytes()
     for at in range(len(data)):
         (tmp_path / "y").write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
-        with pytest.raises(DataError, match=r"y: (is not a file of staged rows|staged rows are damaged); build without --resume"):
+        with pytest.raises(DataError, match=r"y: (is not a file of staged rows|staged rows are damaged); build"):
             Staged(tmp_path / "y", check=True)
         (tmp_path / "y").write_bytes(data[:at])
         with pytest.raises(DataError, match="build without --resume"):

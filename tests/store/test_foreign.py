@@ -145,7 +145,7 @@ def test_a_missing_shard_is_refused(tmp_path, names, said):
 def test_shards_of_two_widths_are_refused(tmp_path):
     write(tmp_path / "train/shard_00000", EPISODES)
     write(tmp_path / "train/shard_00001", EPISODES, dtype="<u4")
-    with pytest.raises(DataError, match="some shards have 2-byte tokens and some have 4-byte tokens; expected one size"):
+    with pytest.raises(DataError, match="some shards have 2-byte tokens and some have 4-byte tokens; expected one"):
         open_dataset(tmp_path)
 
 

@@ -16,8 +16,8 @@ def reweigh(
     train_on: Annotated[
         TrainOn,
         typer.Option(
-            help="Turns to train on: every assistant turn, the last assistant turn, assistant turns after the last user "
-            "message, or all turns. "
+            help="Turns to train on: every assistant turn, the last assistant turn, assistant turns after the last "
+            "user message, or all turns. "
             "Messages with their own train flag, and tokens that the format always masks, keep their mask."
         ),
     ],

@@ -169,8 +169,8 @@ class Job:
     )
     train_on: TrainOn = key(
         "assistant",
-        "Turns to train on: every assistant turn, the last assistant turn, assistant turns after the last user message, "
-        "or all turns except tool results.",
+        "Turns to train on: every assistant turn, the last assistant turn, assistant turns after the last user "
+        "message, or all turns except tool results.",
     )
     unroll: bool = key(
         False,

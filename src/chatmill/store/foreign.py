@@ -1,7 +1,7 @@
 """Datasets from other programs: tokens.bin, episodes.idx and optionally mask.bin, in shards or in train/ and val/.
 
-tokens.bin does not record the number of bytes per token, and a wrong number gives wrong ids without an error. The number
-is taken from the first of these that is available:
+tokens.bin does not record the number of bytes per token, and a wrong number gives wrong ids without an error. The
+number is taken from the first of these that is available:
 
 1. `token_dtype`, if the caller passes it
 2. mask.bin, which has one byte per token
@@ -296,7 +296,7 @@ def _end(entries: Table) -> int:
     if not len(entries):
         return 0
     ends = entries["start"] + entries["length"]
-    # An end that overflows 64 bits is larger than all others. The sum below uses Python integers, which cannot overflow.
+    # An end that overflows 64 bits is larger than all others. Python integers, as in the sum below, cannot overflow.
     overflows = ends < entries["start"]
     furthest = int(overflows.argmax() if overflows.any() else ends.argmax())
     start, length = entries[furthest].item()

@@ -1,8 +1,8 @@
 """Memory-mapped files that do not keep a file descriptor open, with an error if a mapped file is truncated.
 
-Python's `mmap` keeps a file descriptor open for every mapped file, and the limit is often 1,024 per process. This module
-maps files through the C library, which needs no descriptor after mapping. If a mapped file is truncated, reading a
-missing page raises the signal SIGBUS, which would kill the process without a message. Read mapped bytes like this:
+Python's `mmap` keeps a file descriptor open for every mapped file, and the limit is often 1,024 per process. This
+module maps files through the C library, which needs no descriptor after mapping. If a mapped file is truncated, reading
+a missing page raises the signal SIGBUS, which would kill the process without a message. Read mapped bytes like this:
 
     with reading():
         ids = array[start:stop].copy()
@@ -75,7 +75,7 @@ _regions: dict[int, _Region] = {}
 
 
 class MappedFile:
-    """The mapped bytes of the file that is open as `fd`, which may be closed afterwards; `np.asarray` does not copy them.
+    """The mapped bytes of the file that is open as `fd`, which may be closed afterwards.
 
     `absolute` is the absolute path, in case the working directory changes.
     """

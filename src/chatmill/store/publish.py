@@ -33,7 +33,10 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class FolderKind:
-    """A kind of folder that is published atomically. Paths are relative to it; the path of a folder ends with a slash."""
+    """A kind of folder that is published atomically.
+
+    Paths are relative to the folder; the path of a subfolder ends with a slash.
+    """
 
     name: str
     marker: str
@@ -97,7 +100,7 @@ def _is_listed(folder: Path, kind: FolderKind) -> Callable[[str], bool]:
 
 
 def _is_own(folder: Path, kind: FolderKind) -> Callable[[str], object]:
-    """Return a predicate for paths that chatmill wrote: those that the marker lists or, without a marker, by pattern."""
+    """Return a predicate for paths that chatmill wrote, by the marker or, without a marker, by pattern."""
     try:
         return _is_listed(folder, kind)
     except DataError:

@@ -32,8 +32,9 @@ from chatmill.store.remote_files import OBJECTS, STAGING, object_url, remote_met
 THREADS = 8
 """Number of files that are uploaded concurrently."""
 FRESH = 6 * 3600.0
-"""Maximum age in seconds of an existing object that is reused although no metadata lists it. An older object is uploaded
-again, because `chatmill clean` may be about to remove it.
+"""Maximum age in seconds of an existing object that is reused although no metadata lists it.
+
+An older object is uploaded again, because `chatmill clean` may be about to remove it.
 """
 
 OWN_NAMES = (OBJECTS, STAGING, METADATA, TOKENIZER_STATE, REMOVED, *SPLITS)

@@ -247,7 +247,7 @@ class _ShardCheck:
         start, length = entries["start"], entries["length"]
         if int(length.max()) > self._shard.num_tokens - self._tokens_seen:
             where = at + int(length.argmax())
-            raise self._fault(INDEX, f"episode {where} has {length.max()} tokens, which is more than the rest of the shard")
+            raise self._fault(INDEX, f"episode {where} has {length.max()} tokens, but the rest of the shard has fewer")
         expected = self._tokens_seen + np.cumsum(length) - length
         for where in np.flatnonzero(start != expected)[:1]:
             raise self._fault(
