@@ -46,13 +46,13 @@ def verify(
         list[Path] | None,
         typer.Option(
             metavar="PATH",
-            help="Checkpoint folder, or one of its JSON files. The log must contain its head. May be repeated.",
+            help="Checkpoint folder or JSON file. The log must contain the head that it stores. May be repeated.",
         ),
     ] = None,
     head: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="HASH", help="Head of the log at an earlier time. The log must contain it. May be repeated."
+            metavar="HASH", help="Earlier head of the log, which the log must still contain. May be repeated."
         ),
     ] = None,
     as_json: AsJson = False,

@@ -99,8 +99,8 @@ def log_line(now: BuildProgress, elapsed: float) -> str:
 def counts(now: BuildProgress, elapsed: float) -> str:
     """Format rows, tokens and tokens per second; the rate excludes resumed work.
 
-    No rate is shown in the first second. It would be too high, because workers render part of a source before the
-    previous source is done.
+    No rate is shown in the first second: it would be too high, because workers start a source before the previous one
+    is done.
     """
     rows = f"{counted(now.rows, 'row')}, {now.tokens:,} tokens"
     own = now.tokens * (now.done - now.resumed) / now.done if now.done else 0.0

@@ -14,7 +14,7 @@ from chatmill.config import NO_FLAG, flag_spellings, keys_of
 
 
 class OptionGroup(NamedTuple):
-    """Marks a parameter that expands to several options; `gather` builds its value from theirs."""
+    """Marks a parameter that expands to several options; `gather` combines their values."""
 
     options: list[inspect.Parameter]
     gather: Callable[..., Any] = dict

@@ -200,7 +200,7 @@ def _packed(plan: ShardPlan, first: Index) -> Iterator[Rows]:
 
 
 def by_file(of: Numbers) -> list[Index]:
-    """Return one array per file, with the positions at which `of` has this file."""
+    """Return the positions of each file in `of`, one array per file."""
     order = np.argsort(of, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(of[order])) + 1)
 

@@ -3,8 +3,8 @@
     URL/staging/BUILD/unit_000000_0000.rows     written whole by a worker; BUILD is the hash of the job and its input
     URL/objects/SHA256                          the files of shards, written by the tasks
 
-Nodes share only the object store. The main process plans the shards from the heads of the staged objects, which the
-workers send, and writes the metadata; tokens and spans never pass through the main process.
+Nodes share only the object store. Workers send the heads of the staged objects to the main process, which plans the
+shards and writes the metadata. Tokens and spans never pass through the main process.
 """
 
 from __future__ import annotations

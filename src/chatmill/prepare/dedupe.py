@@ -176,8 +176,7 @@ def _near(files: _Files, threshold: float, twin: Numbers) -> Numbers:
 
 def _candidates(files: _Files, band: int, twin: Numbers) -> Iterator[Pairs]:
     """Yield pairs of records with the same band key, without exact duplicates; at most `COMPARED` + 1 per record."""
-    # Put the band key in the upper 32 bits and the record number in the lower 32 bits, so that sorting also orders
-    # records with the same key.
+    # Put the band key in the upper 32 bits and the record index in the lower 32 bits, so that one sort orders by both.
     keyed, filled = np.empty(files.count, dtype=np.uint64), 0
     for here, keys in files.column("bands", band=band):
         numbers = np.flatnonzero((keys != NOT_COMPARED) & (twin[here] < 0))

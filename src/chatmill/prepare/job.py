@@ -197,7 +197,7 @@ class Job:
     shard_tokens: int = key(SHARD_TOKENS, "Tokens per shard.")
     dedupe: bool = key(
         False,
-        "Of conversations that differ at most in case and whitespace, keep only the first.",
+        "Among conversations that differ at most in case and whitespace, keep only the first.",
     )
     near_dedupe: float | None = key(
         None,
@@ -207,7 +207,7 @@ class Job:
     )
     precedence: tuple[str, ...] = key(
         (),
-        "Source names in order of precedence. Of duplicates, the record from the first source in this list is kept.",
+        "Source names in order of precedence. Among duplicates, the record from the first source in this list is kept.",
         flag=NO_FLAG,
     )
     filters: Filters = key(Filters(), "Filters for all sources.", TABLE, flag=NO_FLAG)

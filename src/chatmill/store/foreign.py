@@ -8,7 +8,7 @@ number is taken from the first of these that is available:
 3. a type in dataset_metadata.json or, without a type, the token counts of its splits
 4. the index: tokens are uint16, as in the specification, if an episode ends in the second half of the file
 
-If none is available, the dataset is refused until `token_dtype` is set. All that are available must agree.
+If none is available, the dataset is refused until `token_dtype` is set. If several are available, they must agree.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _is_foreign_state(folder: OpenFolder, path: Path) -> bool:
         state = json.loads(folder.read(path))
     except (OSError, ValueError, RecursionError):
         return False
-    # Accept a state that lacks one of chatmill's keys, because a flipped bit damages at most one key.
+    # A state that lacks only one of chatmill's keys counts as chatmill's: a flipped bit damages at most one key.
     return isinstance(state, dict) and len(state.keys() & STATE_KEYS) < len(STATE_KEYS) - 1 and names_tokens(state)
 
 
@@ -177,7 +177,7 @@ def _width(path: Path, splits: Mapping[str, list[_ShardFiles]], metadata: Mappin
                     f"{MASK} is {files.mask} bytes" if files.mask is not None else f"{INDEX} ends at token {files.end}"
                 )
                 raise DataError(
-                    f"{files.folder / TOKENS}: the token type in {by} is {NAMES[stated]}, but this file is "
+                    f"{files.folder / TOKENS}: the token type is {NAMES[stated]} according to {by}, but this file is "
                     f"{files.tokens} bytes and {why}; expected {NAMES[files.widths[0]]}"
                 )
         return stated

@@ -8,9 +8,8 @@ a missing page raises the signal SIGBUS, which would kill the process without a 
         ids = array[start:stop].copy()
         check_mapped(array)
 
-A page that cannot be read raises `DataError` inside `reading()`; outside of `reading()`, it ends the process with a
-one-line message and exit code 1. If a file was truncated within a page, the rest of the page is read as zeros, which
-`check` detects.
+A page that cannot be read raises `DataError` inside `reading()`. Elsewhere, it ends the process with a one-line message
+and exit code 1. If a file was truncated within a page, the rest of the page is read as zeros, which `check` detects.
 """
 
 from __future__ import annotations

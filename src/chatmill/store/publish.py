@@ -308,8 +308,8 @@ def building(
     """Yield a locked folder next to `target` to build in; publish it when the `with` block ends, or remove it on
     failure.
 
-    `source` is the dataset that the `with` block reads, which must not overlap with `target`; `reads` are the other
-    files that it reads.
+    `source` is the dataset that the block reads, which must not overlap with `target`. `reads` are the other files that
+    the block reads.
     """
     here, there = files.real(target), files.real(target if source is None or isinstance(source, Url) else source)
     if here != there and (here in there.parents or there in here.parents):
