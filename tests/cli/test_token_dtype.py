@@ -38,7 +38,7 @@ def test_a_command_refuses_an_unknown_type_and_accepts_the_flag(store, command):
     code, out, err = store(*command)
     said = (out + err).strip()
     assert code == 1 and "\n" not in said
-    assert said.endswith("set token_dtype to the right one (a key of the config, --token-dtype of a command)")
+    assert said.endswith("set token_dtype in the config, or pass --token-dtype")
     code, out, _ = store(*command, "--token-dtype", "uint32", *(["--overwrite"] if "-o" in command else []))
     assert code == 0
     if command == ["show", "d", "1", "--decode"]:

@@ -218,8 +218,8 @@ def test_every_truncated_file_is_refused_when_opened(built):
         (48, struct.pack("<Q", 2**63), "are not contiguous"),
         (64, struct.pack("<Q", 1), "cover 4 of 5 tokens"),
         (72, struct.pack("<H", 1000), "token id 1000; expected an id below 1000"),
-        (82, b"\x02", "expected a mask with 3 ones"),
-        (82, b"\x01", "expected a mask with 3 ones"),
+        (82, b"\x02", "the mask is wrong; expected 3 ones"),
+        (82, b"\x01", "the mask is wrong; expected 3 ones"),
         (0, b"CM-CACHE", "its header does not match meta.json"),
     ],
 )

@@ -22,7 +22,7 @@ from chatmill.load import EpisodeLoader
 from chatmill.store.read import open_dataset
 from chatmill.store.verify import verify_dataset
 
-ASKS = "set token_dtype to the right one (a key of the config, --token-dtype of a command)"
+ASKS = "set token_dtype in the config, or pass --token-dtype"
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
 
 

@@ -55,7 +55,8 @@ def build(
     gate: Annotated[float, typer.Option(help="Minimum overlap (IoU) of matched boxes.")] = GATE,
     train_values: Annotated[bool, typer.Option(help="Also train on the texts of appended entries.")] = True,
     train_cut: Annotated[
-        bool, typer.Option(help="If the kept prefix ends inside a token, train on the shorter tokens that replace this token.")
+        bool,
+        typer.Option(help="If the kept prefix ends inside a token, train on the shorter tokens that replace this token."),
     ] = False,
     border: Annotated[
         Border,

@@ -41,7 +41,7 @@ def view(
         list[Path] | None,
         typer.Option(
             metavar="DIR",
-            help="Folder that the file names of the input are relative to; may be repeated.",
+            help="Folder of the input files, to show original records; may be repeated.",
             show_default="the current folder",
         ),
     ] = None,

@@ -201,7 +201,7 @@ def minhash(hashes: NDArray[np.uint64], start: Index) -> NDArray[np.uint32]:
 
 
 def band_size(threshold: float) -> int:
-    """Return the largest band size for which near-duplicates have a band in common with probability `RECALL`.
+    """Return the largest band size for which near-duplicates share a band with probability at least `RECALL`.
 
     >>> band_size(0.8), band_size(0.5)
     (6, 3)
