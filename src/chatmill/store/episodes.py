@@ -223,7 +223,7 @@ class Episodes:
                 file.check()
 
     def drop_evicted(self) -> None:
-        """Unmap all files if the cache evicted one of them, because mapped files take disk space."""
+        """Unmap all files if the cache evicted one, because an evicted file takes disk space while it is mapped."""
         if (eviction := self.stored.last_eviction()) != self._eviction:
             self._eviction = eviction
             if any(file.is_removed() for files in self._mapped.values() for file in files):
