@@ -221,7 +221,7 @@ def test_a_target_that_exists_or_is_inside_the_dataset_is_refused(dataset):
     with pytest.raises(DataError, match="already exists"):
         reweigh_dataset(dataset, dataset.with_name("v2"), train_on="all")
     for target in (dataset / "train" / "new", dataset.parent):
-        with pytest.raises(DataError, match="overlaps with .*; use another folder"):
+        with pytest.raises(DataError, match=r"overlaps with .*; use another folder"):
             reweigh_dataset(dataset, target, train_on="all", overwrite=True)
     assert verify_dataset(dataset, full=True).faults == ()
 

@@ -159,7 +159,12 @@ def test_reading_rows_of_a_broken_table_is_an_error(dataset):
         ("origins.bin", SEGMENT, put("row", 1, 2**63), "a segment is out of order"),
         ("origins.bin", SEGMENT, put("first_span", 0, 2**63), "an entry points past the last span"),
         ("origins.bin", SEGMENT, put("first_span", 1, 2**55), "the spans of a segment are out of order"),
-        ("origins.bin", SEGMENT, put("file", 1, 2**24), "a segment has an invalid file index; expected an index below 3"),
+        (
+            "origins.bin",
+            SEGMENT,
+            put("file", 1, 2**24),
+            "a segment has an invalid file index; expected an index below 3",
+        ),
     ],
 )
 def test_reading_a_damaged_table_names_its_file(dataset, name, dtype, change, said):

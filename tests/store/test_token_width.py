@@ -154,7 +154,11 @@ def test_half_covered_uint16_without_a_mask_is_never_read_as_uint32(tmp_path):
         ({"dtype": "uint32"}, "uint16", "token_dtype is uint16, but dataset_metadata.json records uint32"),
         ({"dtype": "int64"}, None, "dtype: int64 is an unsupported type; expected uint16 or uint32"),
         ({"dtype": ">u2"}, None, "dtype: >u2 is an unsupported type; expected uint16 or uint32, little-endian"),
-        ({"dtype": "uint16", "token_dtype": "uint32"}, None, "records several token types (dtype: uint16, token_dtype: uint32)"),
+        (
+            {"dtype": "uint16", "token_dtype": "uint32"},
+            None,
+            "records several token types (dtype: uint16, token_dtype: uint32)",
+        ),
         ({}, "uint8", "token_dtype is uint8; expected uint16 or uint32"),
     ],
 )

@@ -56,7 +56,9 @@ def build(
     train_values: Annotated[bool, typer.Option(help="Also train on the texts of appended entries.")] = True,
     train_cut: Annotated[
         bool,
-        typer.Option(help="If the kept prefix ends inside a token, train on the shorter tokens that replace this token."),
+        typer.Option(
+            help="If the kept prefix ends inside a token, train on the shorter tokens that replace this token."
+        ),
     ] = False,
     border: Annotated[
         Border,

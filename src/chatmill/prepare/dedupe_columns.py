@@ -102,8 +102,7 @@ def normalized(text: str) -> str:
 
 
 def exact_keys(records: Sequence[Record]) -> NDArray[np.uint64]:
-    """Return a 16-byte key per record. Records that differ only in the case and whitespace of texts have the same key.
-    """
+    """Return a 16-byte key per record. Records that differ only in case and whitespace have the same key."""
     keys = _column_keys(records) if isinstance(records, ChatColumns) else None
     if keys is None:
         keys = b"".join(map(_key, records))

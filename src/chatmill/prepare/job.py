@@ -89,9 +89,7 @@ class InputSource:
     weight: float | None = key(
         None, "Share of training rows from this source, relative to the weights of the other sources.", POSITIVE
     )
-    epochs: float | None = key(
-        None, "How often each row of this source is used per pass over the dataset.", POSITIVE
-    )
+    epochs: float | None = key(None, "How often each row of this source is used per pass over the dataset.", POSITIVE)
     max_samples: int | None = key(
         None,
         "Keep at most this many records: the first records that pass the filters and deduplication.",
