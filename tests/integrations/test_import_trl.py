@@ -162,7 +162,7 @@ def test_a_run_that_evaluates_reads_the_test_split_for_validation():
         ({"loss_type": "sigmoid"}, "loss_type: sigmoid: refused"),
         ({"num_generations": 8}, "num_generations: 8: refused"),
         ({"max_length": None}, "max_length is null; expected the maximum length of a row"),
-        ({"datasets": [{"path": "a.jsonl", "fraction": 0}]}, "a fraction of 0 trains no rows; remove the dataset"),
+        ({"datasets": [{"path": "a.jsonl", "fraction": 0}]}, "a fraction of 0 selects no rows; remove the dataset"),
     ],
 )
 def test_what_is_no_sft_is_refused(keys, reason):

@@ -1,4 +1,4 @@
-"""Use chatmill's data in other trainers, and convert the configs of other trainers for chatmill.
+"""Use chatmill's data in other trainers, and convert their configs for chatmill.
 
     hf           transformers.Trainer
     trl          TRL's SFTTrainer
@@ -7,6 +7,5 @@
     torchdata    StatefulDataLoader
     torchtitan   its dataloader protocol
 
-Import the module named after your library; the library itself must be installed. `transformers.Trainer` and TRL read
-the dataset `TrainRows`; the other libraries read batches from an `EpisodeLoader`.
+Import the module named after your library. The library itself must be installed.
 """

@@ -8,8 +8,7 @@
             optimizer.zero_grad()
 
 Each rank reads its own rows, so do not pass the loader to `accelerator.prepare`. `accelerator.save_state()` saves the
-position in the data after the last batch that the loop received, and `load_state()` restores the position on any number
-of ranks.
+position in the data. `load_state()` restores this position, also on another number of ranks.
 """
 
 from __future__ import annotations
@@ -46,10 +45,9 @@ def train_loader(
 ) -> AcceleratorBatches:
     """Return the micro-batches of a run, on the accelerator's device.
 
-    Pass either `epochs` or `steps`, the number of optimizer steps. In the config, `batch_size` is the number of rows in
-    an optimizer step, over all ranks and accumulation steps. `flatten` concatenates the rows of a micro-batch, which
-    FlashAttention needs for packed rows. With `audit_dir`, the run writes an audit log to this folder. The
-    accelerator's checkpoints contain the position in the data and the state of the audit log.
+    Pass either `epochs` or `steps`, the number of optimizer steps. `batch_size` in the config is the number of rows per
+    optimizer step, over all ranks and accumulation steps. `flatten` concatenates the rows of a micro-batch, as
+    FlashAttention requires for packed rows. With `audit_dir`, the run writes an audit log to this folder.
 
     >>> from accelerate import Accelerator
     >>> from chatmill.integrations.accelerate import train_loader
@@ -70,8 +68,7 @@ def train_loader(
 class AcceleratorBatches:
     """The micro-batches of a run on one rank, in the Hugging Face convention.
 
-    A micro-batch is a dict that contains the columns from `causal_lm_columns` and the value `step_weight`.
-    `causal_lm_loss` computes the loss of a micro-batch for `accelerator.backward`.
+    A micro-batch is a dict with the columns from `causal_lm_columns` and the value `step_weight`.
     """
 
     def __init__(
@@ -108,10 +105,9 @@ class AcceleratorBatches:
         self.steps = len(self.loader) if steps is None else steps
         """Number of optimizer steps in the run."""
         self._parts: list[dict[str, Any]] = []
-        """Remaining micro-batches of the current step."""
         self._audit: Audit | None = None
         self._audit_state: Mapping[str, Any] | None = None
-        """State of the audit log from the loaded checkpoint, or at the end of the run."""
+        """The audit state of the loaded checkpoint, or of the finished run."""
         self._closed = False
 
     def _check_accumulation(self) -> None:
@@ -128,12 +124,12 @@ class AcceleratorBatches:
             )
 
     def __len__(self) -> int:
-        """Return the number of micro-batches of the whole run, regardless of the current position."""
+        """Return the number of micro-batches in the whole run, including those already read."""
         return self.steps * self.accumulation
 
     @property
     def step(self) -> int:
-        """The number of the optimizer step to which the next micro-batch belongs."""
+        """The index of the optimizer step to which the next micro-batch belongs."""
         return self.loader.cursor().step - bool(self._parts)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -174,7 +170,7 @@ class AcceleratorBatches:
         self._parts, self._audit_state, self._closed = [], state["audit"], False
 
     def close(self) -> None:
-        """Close the audit log and stop the prefetching thread; called automatically after the last step."""
+        """Close the audit log and stop the prefetching thread; the last step does this automatically."""
         if self._audit is not None:
             self._audit_state = self._audit.checkpoint()
             self._audit.close()
@@ -187,14 +183,14 @@ class AcceleratorBatches:
         weight = batch.weights.sum()
         if self.loader.world_size > 1:
             dist.all_reduce(weight)
-        # Accelerate averages gradients over the micro-batches of all ranks, so divide the total weight by their number.
+        # Accelerate averages gradients over all micro-batches of a step, so divide the total weight by their number.
         weight /= self.accumulation * self.loader.world_size
         padding = self.loader.plan(self.loader.split).pad_token_id
         parts = (causal_lm_columns(part, pad_token_id=padding) for part in batch.split(self.accumulation))
         return [{**(flattened(columns) if self._flatten else columns), "step_weight": weight} for columns in parts]
 
     def _open_audit(self) -> Audit | None:
-        """Open the audit log only when it is needed, because a loaded checkpoint determines which log to continue."""
+        """Open the audit log late, because a loaded checkpoint determines which log to continue."""
         if self._audit is None and self._audit_dir is not None:
             reduce = self._sum if self.loader.world_size > 1 else None
             self._audit = Audit(self._audit_dir, state=self._audit_state, reduce=reduce)

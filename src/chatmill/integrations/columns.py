@@ -1,11 +1,11 @@
-"""Convert batches to the Hugging Face convention, in which labels are aligned with input_ids and the model shifts them.
+"""Convert batches to the Hugging Face convention: labels are aligned with input_ids, and the model shifts them.
 
     x          a b c d      input_ids     a b c d e
     y          b c d e      labels        - b c d e      - is -100
     positions  0 1 0 1      position_ids  0 1 0 1 2
 
-A row of `input_ids` has one more token than a row of the batch's `x`: the token that the last position predicts. If
-this last token is not trained, padding replaces it; trained tokens are not affected.
+A row of `input_ids` has one token more than a row of `x`: the target at the last position. If the model is not trained
+on this target, the last token is padding.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from chatmill.load.batch import IGNORE_INDEX, Batch
 def causal_lm_columns(batch: Batch, *, pad_token_id: int) -> dict[str, Tensor]:
     """Return the columns `input_ids`, `labels`, `position_ids` and `weights`, each of shape (rows, block_size + 1).
 
-    `weights` are aligned with `input_ids`, and are 0 for tokens that are not trained. `position_ids` restart at 0 in
-    each segment, so that models can separate the segments of a packed row.
+    `weights` are aligned with `input_ids`; a weight of 0 excludes the token from the loss. `position_ids` restart at 0
+    in each segment, so that models can separate the segments of a packed row.
 
     >>> import numpy as np
     >>> from chatmill.integrations.columns import causal_lm_columns
@@ -46,7 +46,7 @@ def causal_lm_columns(batch: Batch, *, pad_token_id: int) -> dict[str, Tensor]:
 
 
 def sequence_lengths(position_ids: Tensor) -> tuple[Tensor, int]:
-    """Return `cu_seq_lens` (int32) of the concatenated rows, and the length of the longest sequence.
+    """Return `cu_seq_lens` of the concatenated rows, and the length of the longest sequence.
 
     A sequence starts wherever `position_ids` is 0.
 
@@ -62,9 +62,9 @@ def sequence_lengths(position_ids: Tensor) -> tuple[Tensor, int]:
 
 
 def flattened(columns: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the columns with all rows concatenated into one, and the sequence boundaries that FlashAttention needs.
+    """Concatenate all rows into one, and add the sequence boundaries that FlashAttention needs.
 
-    The columns for the boundaries are `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`.
+    The boundaries are `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`.
 
     >>> import torch
     >>> from chatmill.integrations.columns import flattened
@@ -82,9 +82,10 @@ ONE = 0x3F800000
 
 
 def weighted_labels(labels: Tensor, weights: Tensor) -> Tensor:
-    """Encode float32 weights in labels, for loss functions that receive only labels; `split_labels` decodes them.
+    """Encode float32 weights in labels, for loss functions that receive only labels.
 
-    The upper 32 bits of a label encode its weight such that labels with weight 1 and the label -100 are unchanged.
+    The upper 32 bits of a label encode its weight. Labels with weight 1 and the label -100 are unchanged.
+    `split_labels` decodes the weights.
 
     >>> import torch
     >>> from chatmill.integrations.columns import split_labels, weighted_labels

@@ -4,9 +4,8 @@
     args = TrainingArguments("run", learning_rate=1e-4, **hf.training_arguments(rows))
     trainer = Trainer(model, args, **hf.trainer_arguments(rows))
 
-The trainer reads the rows of the run in order, and each rank trains on the same rows as in `chatmill train`. The loss
-is the same as in `chatmill train`: Σ weight · cross entropy / Σ weight over the global batch. For TRL's `SFTTrainer`,
-see `chatmill.integrations.trl`.
+Each rank trains on the same rows as in `chatmill train`. The loss is also the same: Σ weight · cross entropy / Σ weight
+over the global batch. For TRL's `SFTTrainer`, see `chatmill.integrations.trl`.
 """
 
 from __future__ import annotations
@@ -43,22 +42,21 @@ __all__ = [
 ]
 
 STATE = "chatmill_state.json"
-"""Name of the checkpoint file that stores the position in the data."""
+"""The checkpoint file with the position in the data."""
 UNCHANGED = {
     "label_smoothing_factor": 0,
     "ignore_data_skip": False,
     "auto_find_batch_size": False,
-    # If a KV cache is used, transformers lets the conversations of a packed row attend to each other.
+    # With a KV cache, transformers lets the conversations of a packed row attend to each other.
     "use_cache": False,
 }
 """Required values of `TrainingArguments`; other values would change the rows or the loss."""
 
 
 def training_arguments(rows: TrainRows) -> dict[str, Any]:
-    """Return arguments for `TrainingArguments` that make a trainer read the rows of a run once, in order.
+    """Return arguments for `TrainingArguments` with which a trainer reads the rows once, in order.
 
-    The number of ranks is read from torch.distributed, or from the environment variables that torchrun and `accelerate
-    launch` set.
+    Call this in every rank, because the batch size per device depends on the number of ranks.
     """
     return {
         "per_device_train_batch_size": rows.rows_per_batch,
@@ -72,7 +70,7 @@ def training_arguments(rows: TrainRows) -> dict[str, Any]:
 
 
 def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, Any]:
-    """Return arguments for `Trainer`: the rows, the loss, the val split if the dataset has one, and a `RunCallback`.
+    """Return arguments for `Trainer`: the rows, the loss, a collator, a callback, and the val split if there is one.
 
     Pass `flatten=True` if the model uses FlashAttention; see `Collator`.
     """
@@ -90,8 +88,8 @@ def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, An
 class Collator:
     """Stacks rows into a batch.
 
-    With `flatten`, which FlashAttention needs, all rows are concatenated into one row, and `cu_seq_lens_q`,
-    `cu_seq_lens_k`, `max_length_q` and `max_length_k` mark the boundaries of conversations.
+    `flatten` concatenates all rows into one, as FlashAttention requires. `cu_seq_lens_q`, `cu_seq_lens_k`,
+    `max_length_q` and `max_length_k` then mark the boundaries of conversations.
 
     >>> import torch
     >>> from chatmill.integrations.hf import Collator
@@ -112,10 +110,10 @@ class Collator:
 
 
 def weighted_loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
-    """Return Σ weight · cross entropy / number of labels in the global batch; `labels` come from `weighted_labels`."""
+    """Return Σ weight · cross entropy / number of labels, with weights encoded by `weighted_labels`."""
     ids, weights = split_labels(labels[:, 1:])
     trained = ids != IGNORE_INDEX
-    # To save memory, convert only the logits of trained positions to float32.
+    # To save memory, convert only the needed logits to float32.
     losses = F.cross_entropy(outputs["logits"][:, :-1][trained].float(), ids[trained], reduction="none")
     count = trained.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
     return (losses * weights[trained]).sum() / count.to(losses.device).clamp(min=1)
@@ -124,8 +122,7 @@ def weighted_loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_ba
 class RunCallback(TrainerCallback):
     """Rejects arguments that would change the rows, saves the position in the data, and writes the audit log.
 
-    Checkpoints store the position in the data in `chatmill_state.json`. A resumed run must use the original dataset and
-    order; the trainer itself skips the rows that were already trained.
+    Checkpoints store the position in `chatmill_state.json`. A resumed run must use the same dataset and order.
     """
 
     def __init__(self, rows: TrainRows, *, flatten: bool = False, expected: Mapping[str, Any] | None = None) -> None:
@@ -145,12 +142,12 @@ class RunCallback(TrainerCallback):
             for name, value in expected.items()
             if getattr(args, name) != value
         ]
-        # Check max_steps only if the other arguments are correct, because a wrong argument may also change max_steps.
+        # A wrong argument may also change max_steps, so check max_steps last.
         if state.max_steps > self.rows.steps and not faults:
             faults.append(f"max_steps is {state.max_steps}, but the dataset has {self.rows.steps} steps")
         attention = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
         if "flash" in attention and not self._flatten:
-            faults.append(f"{attention} lets conversations of a packed row attend to each other; expected flatten=True")
+            faults.append(f"{attention} lets conversations in a packed row attend to each other; expected flatten=True")
         if faults:
             raise UsageError(f"the trainer's arguments would change the rows or the loss: {'; '.join(faults)}")
         self._at = self.rows.plan.cursor_at(state.global_step)
@@ -186,22 +183,22 @@ class RunCallback(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Close the audit log. The trainer calls this method at the end of a run, but not after an exception."""
+        """Close the audit log. The trainer closes it at the end of a run, but not after an exception."""
         if (audit := self.rows.open_audit) is not None:
             self.rows.open_audit = None
             audit.close()
 
     def _resume(self, checkpoint: Path) -> Mapping[str, Any] | None:
-        """Return the content of `chatmill_state.json`; warn and return None if the file does not exist."""
+        """Return the content of `chatmill_state.json`; if the file does not exist, warn and return None."""
         path = checkpoint / STATE
         try:
             saved = json.loads(path.read_text("utf-8"))
             loader = saved["loader"]
         except FileNotFoundError:
-            fault = f"{path}: the file does not exist, so chatmill cannot check which rows were already trained"
+            fault = f"{path}: the file does not exist, so chatmill cannot check the position in the data"
             if self.rows.audit_dir is not None:
                 raise UsageError(f"{fault}; resume from a checkpoint in output_dir, or start a new run") from None
-            warnings.warn(f"{fault}; the run resumes at the same step of this dataset", stacklevel=2)
+            warnings.warn(f"{fault}; the run resumes at the trainer's step", stacklevel=2)
             return None
         except (OSError, ValueError, KeyError, TypeError):
             raise UsageError(f"{path}: cannot be read; resume from another checkpoint") from None
@@ -236,5 +233,4 @@ class RunCallback(TrainerCallback):
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    """Return the checkpoint folder of the current step."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"

@@ -4,8 +4,7 @@
     Trainer(max_epochs=3).fit(model, data)
 
 Step n of the trainer has the same rows as step n of `chatmill train`, regardless of the trainer's epochs and limits.
-The position in the data is the number of trained batches, which Lightning's checkpoints store. The position does not
-include batches that were prefetched but not trained.
+Lightning's checkpoints store the position in the data.
 """
 
 from __future__ import annotations
@@ -50,13 +49,12 @@ class EpisodeDataModule(LightningDataModule):
     """The batches of an `EpisodeLoader` for each rank of a Lightning trainer.
 
     A batch is a dict of `step_weight` and the columns from `causal_lm_columns`, or a `WeightedBatch` if `columns` is
-    false. `causal_lm_loss` divides the loss by `step_weight`. In training, `step_weight` is the total weight of the
-    step's trained tokens, divided by the number of batches that Lightning averages over: ranks times
-    `accumulate_grad_batches`. In validation, every row of `val` is read once, and `step_weight` is the total weight of
-    the batch. `flatten` concatenates the rows of a batch, which FlashAttention needs for packed rows.
+    false. `causal_lm_loss` divides the loss by `step_weight`. In training, `step_weight` is the total weight of a step
+    divided by its number of batches on all ranks. In validation, it is the total weight of the batch. `flatten`
+    concatenates the rows of a batch, as FlashAttention requires for packed rows.
 
     One trainer epoch is one epoch of the dataset. With `limit_train_batches`, each trainer epoch continues where the
-    previous epoch stopped. With `audit_dir`, rank 0 writes an audit log of the trained steps to this folder.
+    previous epoch stopped. With `audit_dir`, rank 0 writes an audit log to this folder.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class EpisodeDataModule(LightningDataModule):
         self._loader: EpisodeLoader | None = None
         self._trained: TrainedSteps | None = None
         self._loaded: Mapping[str, Any] | None = None
-        """State from the checkpoint that `fit` resumes from."""
+        """State from the checkpoint to resume."""
         self._audit_state: Mapping[str, Any] | None = None
         """State of the audit log at the end of the last `fit`."""
 
@@ -85,7 +83,7 @@ class EpisodeDataModule(LightningDataModule):
     def loader(self) -> EpisodeLoader:
         """The `EpisodeLoader` of this rank."""
         if self._loader is None:
-            raise UsageError("an EpisodeDataModule has a loader only inside Trainer.fit and Trainer.validate")
+            raise UsageError("an EpisodeDataModule has a loader only during Trainer.fit and Trainer.validate")
         return self._loader
 
     # Hooks that the trainer calls.
@@ -94,10 +92,10 @@ class EpisodeDataModule(LightningDataModule):
         processes = dist.get_world_size() if dist.is_initialized() else 1
         if processes != self.trainer.world_size:
             raise UsageError(
-                f"the trainer has {self.trainer.world_size} processes, but torch.distributed has {processes}, so rows "
-                f"would be trained several times; set devices and num_nodes so that Trainer has {processes} processes"
+                f"the trainer has {self.trainer.world_size} processes, but torch.distributed has {processes}; set "
+                f"devices and num_nodes so that Trainer has {processes} processes"
             )
-        # Count only data parallel ranks; other ranks, such as tensor parallel ranks, read the same rows.
+        # Only data parallel ranks read different rows; tensor parallel ranks read the same rows.
         ranks = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         self._loader = EpisodeLoader(
             self._dataset_dir, self._config, rank=ranks["rank"], world_size=ranks["num_replicas"]
@@ -125,7 +123,7 @@ class EpisodeDataModule(LightningDataModule):
         return ValBatches(self) if "val" in self.loader.splits else []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data after the last trained step; all ranks return the same state."""
+        """Return the position in the data; all ranks return the same state."""
         step, parts = divmod(self.trained_batches, self.accumulation)
         state = {**self._state_at(step), "gradient_accumulation_steps": self.accumulation, "batches": parts}
         if self._trained is not None:
@@ -161,9 +159,9 @@ class EpisodeDataModule(LightningDataModule):
 
     @property
     def trained_batches(self) -> int:
-        """Number of batches that the trainer has trained since the start of the run."""
+        """Number of batches that the trainer has finished since the start of the run."""
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
-        # Lightning counts a batch that a hook skips as processed but not as started.
+        # Lightning counts a batch that a hook skips as processed, but not as started.
         return min(progress.started, progress.processed)
 
     def num_batches(self) -> int | None:
@@ -205,7 +203,7 @@ class EpisodeDataModule(LightningDataModule):
         return {**self.loader.state_dict(), "cursors": {"train": self.plan.cursor_at(step)._asdict()}}
 
     def _check_loaded(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state; raise `UsageError` if it belongs to another dataset or config."""
+        """Load a saved state; reject the state of another dataset or config."""
         self.loader.load_state_dict(state)
         if (saved := state.get("gradient_accumulation_steps")) != self.accumulation:
             raise UsageError(
@@ -214,12 +212,12 @@ class EpisodeDataModule(LightningDataModule):
             )
 
     def _check_trainer(self) -> None:
-        """Raise `UsageError` if the trainer's settings would change the batches of a step."""
+        """Reject settings of the trainer that would change the batches of a step."""
         trainer, batches = self.trainer, self.trainer.num_training_batches
         if trainer.accumulate_grad_batches != self.accumulation:
             raise UsageError(
-                f"accumulate_grad_batches is {trainer.accumulate_grad_batches}, but gradient_accumulation_steps of the "
-                f"config is {self.accumulation}; set both to the same value"
+                f"accumulate_grad_batches is {trainer.accumulate_grad_batches}, but gradient_accumulation_steps is "
+                f"{self.accumulation} in the config; set both to the same value"
             )
         if trainer.overfit_batches:
             raise UsageError("overfit_batches is set, but the data module cannot repeat batches; use a smaller dataset")
@@ -230,7 +228,7 @@ class EpisodeDataModule(LightningDataModule):
             )
 
     def _check_epochs(self) -> None:
-        """Raise `UsageError` if epochs differ in length, because Lightning assumes that all epochs are equally long."""
+        """Reject epochs of different lengths, because Lightning assumes that all have the same length."""
         trainer, windows = self.trainer, self.plan.num_windows()
         by_epochs = trainer.max_steps == -1 and not isinstance(trainer.limit_train_batches, int)
         # If the dataset fits in one packing window, all epochs have the same number of rows.
@@ -240,11 +238,11 @@ class EpisodeDataModule(LightningDataModule):
         if any(self.plan.num_steps(epoch) != first for epoch in epochs):
             total = first + sum(map(self.plan.num_steps, epochs))
             raise UsageError(
-                f"the {trainer.max_epochs} epochs have {total} steps in total, not {first} each, as Lightning "
-                f"assumes; pass max_epochs=-1 and max_steps={total} to Trainer"
+                f"the {trainer.max_epochs} epochs have {total} steps in total, but Lightning assumes {first} steps per "
+                f"epoch; pass max_epochs=-1 and max_steps={total} to Trainer"
             )
 
-    # Audit log of the trained steps.
+    # Audit log.
 
     def _open_audit(self, folder: str | Path) -> None:
         """Start an audit log, or continue the audit log of the checkpoint or of the last `fit`."""
@@ -259,7 +257,7 @@ class EpisodeDataModule(LightningDataModule):
         self.loader.listen(self._trained)
 
     def _audit_checkpoint(self, trained: TrainedSteps) -> Mapping[str, Any]:
-        """Return the state of the audit log after the last trained step, broadcast from rank 0."""
+        """Return the state of the audit log on rank 0."""
         trained.report(self.trained_batches // self.accumulation)
         return self.trainer.strategy.broadcast(trained.audit.checkpoint())
 
@@ -269,7 +267,7 @@ class EpisodeDataModule(LightningDataModule):
 
 
 class TrainBatches:
-    """The batches of a trainer epoch, starting at the current position. Lightning ends an epoch after `len` batches."""
+    """The batches from the current position on; Lightning ends an epoch after `len` batches."""
 
     def __init__(self, data: EpisodeDataModule) -> None:
         self._data = data
@@ -284,7 +282,7 @@ class TrainBatches:
         return self._num_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state. Lightning treats a loader as resumable if it has this method."""
+        """Return an empty state; with this method, Lightning treats the loader as resumable."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -3,8 +3,8 @@
     loss of a step = Σ weight · cross entropy / Σ weight        over all rows of the step
                    = the mean of the losses of its micro-batches on all ranks
 
-The column `step_weight` of a batch, with shape () or (rows, 1), is Σ weight of the whole step, divided by the number of
-micro-batches that the trainer averages over. With `step_weight`, each rank can compute its loss without communication.
+The column `step_weight` is Σ weight of the whole step, divided by the number of micro-batches on all ranks. Its shape is
+() or (rows, 1).
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from chatmill.errors import UsageError
 from chatmill.load.batch import IGNORE_INDEX
 
 MODEL_INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Columns that are passed to the model; the loss uses the remaining columns."""
+"""Columns for the model; the other columns are for the loss."""
 
 
 def weighted_loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return Σ weight · cross entropy / `step_weight` of a batch; 0 for a step without trained tokens."""
+    """Return Σ weight · cross entropy / `step_weight` of a batch, or 0 if the step has no trained tokens."""
     labels, weights, total = batch["labels"][:, 1:], batch["weights"][:, 1:], batch["step_weight"]
     trained = labels != IGNORE_INDEX
-    # To save memory, convert only the logits of trained positions to float32.
+    # To save memory, convert only the needed logits to float32.
     entropy = F.cross_entropy(logits[:, :-1][trained].float(), labels[trained], reduction="none")
     shares = weights / total.where(total > 0, 1)
     return (entropy * shares[trained]).sum()
 
 
 def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], **inputs: Any) -> Tensor:
-    """Return the `weighted_loss` of a transformers causal language model; `inputs` are passed to the model."""
+    """Run a transformers causal language model on a batch and return its `weighted_loss`."""
     if "flash" in _attention(model) and "cu_seq_lens_q" not in batch:
         raise UsageError(
-            "FlashAttention cannot separate the conversations of packed rows in a batch of several rows; "
+            "with several rows per batch, FlashAttention cannot separate the conversations in packed rows; "
             "make the batches with flatten=True, or with chatmill.integrations.columns.flattened"
         )
     # Disable the KV cache, which would let the conversations of a packed row attend to each other.
@@ -45,7 +45,7 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], **inputs: Any)
 
 
 def _attention(model: Any) -> str:
-    """Return the attention implementation of a model, which may be wrapped in DDP; empty if unknown."""
+    """Return the attention implementation of a model, which may be wrapped in DDP."""
     while hasattr(model, "module"):
         model = model.module
     return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "")

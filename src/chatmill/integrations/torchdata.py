@@ -4,8 +4,7 @@
     for batch in loader: …
     state = loader.state_dict()
 
-Each rank reads its own rows of each batch. The state is the position in the data after the last batch that the loop
-received, even if workers have prefetched more batches.
+Each rank reads its own rows of each batch. The state does not include prefetched batches.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from chatmill.load.loader import EpisodeLoader, Listener
 from chatmill.remote.urls import Place
 
 BATCHING = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn"}
-"""`StatefulDataLoader` options that would change which rows are in a batch."""
+"""Options of `StatefulDataLoader` that would change the rows of a batch."""
 
 
 def stateful_loader(
@@ -41,10 +40,10 @@ def stateful_loader(
 ) -> StatefulBatches:
     """Return a loader for the batches of one rank; without `epochs`, it never ends.
 
-    Batches are `Batch` objects, or dicts of Hugging Face columns with `hf_columns`. `ranks` is the pair (rank, world
-    size) by which each batch is sharded; it defaults to the values from torch.distributed or torchrun. Pass `ranks` if
-    several ranks train on the same rows. `listener` can be an `Audit`, which writes an audit log. `options` are passed
-    to `StatefulDataLoader`, but options for batching or sampling are rejected.
+    Batches are `Batch` objects; with `hf_columns`, they are dicts of Hugging Face columns. `ranks` is the rank and the
+    world size, by default those of torch.distributed or torchrun. Pass `ranks` if several ranks train on the same rows.
+    `listener` can be an `Audit`, which writes an audit log. `options` are passed to `StatefulDataLoader`, which may not
+    shuffle, sample or batch the rows.
 
     >>> from chatmill.integrations.torchdata import stateful_loader
     >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))
@@ -58,7 +57,7 @@ def stateful_loader(
             f"num_workers is {num_workers}; expected 0, because a listener must run in the training process"
         )
     if batching := sorted(BATCHING & options.keys()):
-        raise UsageError(f"{', '.join(batching)}: chatmill sets which rows are in a batch; remove the option")
+        raise UsageError(f"{', '.join(batching)}: not supported, because chatmill batches the rows; remove the option")
     rank, world_size = ranks or rank_and_world_size()
     episodes = EpisodeLoader(dataset_dir, config, rank=rank, world_size=world_size, epochs=epochs, listener=listener)
     if hf_columns:
@@ -67,11 +66,7 @@ def stateful_loader(
 
 
 class StatefulBatches(StatefulDataLoader[Any]):
-    """A `StatefulDataLoader` over an `EpisodeLoader`, in which a second loop continues where the first loop stopped.
-
-    A plain `StatefulDataLoader` with workers would restart at the first batch, even after loading the state of a
-    finished run.
-    """
+    """A `StatefulDataLoader` in which a second loop continues where the first loop stopped."""
 
     _begun = False
     _ended = False
@@ -88,7 +83,7 @@ class StatefulBatches(StatefulDataLoader[Any]):
         return iter(()) if self._ended else super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data after the last returned batch; the position is the same on all ranks."""
+        """Return the position in the data, which is the same on all ranks."""
         return {"num_workers": self.num_workers, "state": super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -4,8 +4,8 @@
 
     x, y, positions of a batch  ->  ({"input": x, "positions": positions}, y)
 
-Labels are already shifted, as torchtitan expects. Positions restart at 0 in each conversation, so that torchtitan's
-flex and varlen attention can separate the conversations of a packed row.
+Positions restart at 0 in each conversation, so that flex and varlen attention can separate the conversations of a packed
+row.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class EpisodeDataLoaderConfig(BaseDataLoader.Config):
     """Settings of `EpisodeDataLoader`; `dataset_path` is the folder or URL of the dataset."""
 
     load: dict[str, Any] = field(default_factory=dict)
-    """Loader config; `block_size` must equal torchtitan's `seq_len`, and `batch_size` its `global_batch_size`."""
+    """The loader config; `block_size` must equal `seq_len`, and `batch_size` must equal `global_batch_size`."""
     split: str = "train"
     epochs: int | None = None
     """Number of epochs; None repeats the data indefinitely."""
     infinite: bool = True
-    """If false, every row of the split is read once, in stored order; torchtitan's validator sets this to false."""
+    """False reads every row of the split once, in stored order, as torchtitan's validator does."""
     audit_dir: str | None = None
     """Folder for the audit log; None disables the audit log."""
     audit_steps: int = 100
@@ -55,8 +55,8 @@ class EpisodeDataLoaderConfig(BaseDataLoader.Config):
 class EpisodeDataLoader(BaseDataLoader):
     """A torchtitan dataloader that returns the batches of an `EpisodeLoader` for one data parallel rank.
 
-    The dataloader's state is the same on all ranks, and can be loaded on a different number of ranks. If torchtitan
-    takes an optimizer step after more or fewer rows than `batch_size`, the run stops with an error.
+    The state can be loaded on another number of ranks. If torchtitan takes an optimizer step after more or fewer rows
+    than `batch_size`, the run stops with an error.
     """
 
     Config = EpisodeDataLoaderConfig
@@ -71,7 +71,7 @@ class EpisodeDataLoader(BaseDataLoader):
         local_batch_size: int,
         **_: Any,
     ) -> None:
-        """Accept the arguments that torchtitan passes, but ignore `tokenizer` and `snapshot_every_n_steps`."""
+        """Accept torchtitan's arguments; `tokenizer` and `snapshot_every_n_steps` have no effect."""
         if not config.dataset_path:
             raise UsageError("dataloader.dataset_path is missing; expected the folder of a dataset")
         load = LoadConfig.from_mapping(config.load)
@@ -89,7 +89,7 @@ class EpisodeDataLoader(BaseDataLoader):
             for source in self._loader.sources:
                 _check_weights(source, config.split)
         self._state = self._loader.state_dict()
-        """Position in the data after the last step whose batches were all returned."""
+        """Position in the data after the last complete step."""
         self._audit: Audit | None = None
         self._audit_state: Mapping[str, Any] | None = None
         self._is_audited = False
@@ -102,7 +102,7 @@ class EpisodeDataLoader(BaseDataLoader):
         return (_inputs_and_labels(part) for batch in batches for part in batch.split(self._batches))
 
     def _train_batches(self) -> Iterator[TitanBatch]:
-        """Yield batches from the current position; every `self._batches` batches must form one optimizer step."""
+        """Yield batches from the current position; check that torchtitan takes a step after `self._batches` batches."""
         self._open_audit()
         steps = 0
 
@@ -128,7 +128,7 @@ class EpisodeDataLoader(BaseDataLoader):
             hook.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as one JSON string, because torchtitan loads only keys that a new dataloader also has."""
+        """Return the state as one JSON string, because torchtitan loads only keys that a new dataloader has."""
         state = dict(self._state)
         if self._is_audited:
             audits = [None if self._audit is None else self._audit.checkpoint()]
@@ -143,7 +143,7 @@ class EpisodeDataLoader(BaseDataLoader):
             return
         if "chatmill" not in state_dict:
             raise UsageError(
-                "the checkpoint has the state of another dataloader; use that dataloader, or do not load its state"
+                "the checkpoint is from a run with another dataloader; use that dataloader, or do not load its state"
             )
         state = json.loads(state_dict["chatmill"])
         self._loader.load_state_dict(state)
@@ -156,12 +156,12 @@ class EpisodeDataLoader(BaseDataLoader):
         self._audit, self._is_audited = None, False
         self._loader.close()
 
-    # Audit log of the trained steps.
+    # Audit log.
 
     def _open_audit(self) -> None:
         """Start an audit log, or continue the audit log of the checkpoint.
 
-        If not all ranks are data parallel, several ranks have the same rows, so rank 0 logs only its own rows.
+        If some ranks have the same rows, rank 0 logs only its own rows.
         """
         config, world_size = self._config, dist.get_world_size() if dist.is_initialized() else 1
         if config.audit_dir is None:
@@ -176,7 +176,7 @@ class EpisodeDataLoader(BaseDataLoader):
 
 
 def _batches_of_a_step(load: LoadConfig, dp_world_size: int, seq_len: int, local_batch_size: int) -> int:
-    """Return the number of batches per step on each rank; raise `UsageError` if the sizes are inconsistent."""
+    """Return the number of batches per step on each rank; reject inconsistent sizes."""
     size, per_rank = load.block_size, load.batch_size // dp_world_size
     if size != seq_len:
         raise UsageError(f"block_size is {size}, but training.seq_len is {seq_len}; set training.seq_len to {size}")
@@ -200,7 +200,7 @@ def _batches_of_a_step(load: LoadConfig, dp_world_size: int, seq_len: int, local
 
 
 def _check_weights(source: DataSource, split: str) -> None:
-    """Raise `DataError` if a trained token of a local dataset has a weight other than 1."""
+    """Reject weights other than 0 and 1 in a local dataset."""
     if split not in source or not isinstance(source.path, Path):
         return
     _refuse_fractions(source.weights(split), f"{source.path}: ")

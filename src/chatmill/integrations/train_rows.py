@@ -1,13 +1,12 @@
 """The rows of a run as a map-style dataset, for trainers with their own sharding and batching.
 
-    row number     0 1 2 3 4 5 6 7   8 9 …        batch_size 8
+    row            0 1 2 3 4 5 6 7   8 9 …        batch_size 8
     step           0                 1
     rank           0 0 1 1 0 0 1 1   0 0 …        2 ranks, 2 rows per batch, 2 accumulation steps
     row of step    0 1 4 5 2 3 6 7   0 1 …        each rank has the same rows as with an EpisodeLoader
 
-If a trainer reads the rows in order and assigns batches to ranks in turn, each step trains on the same rows as in
-`chatmill train`. Any other order is rejected, because shuffling the rows or sharding them a second time would change
-the rows of a step.
+If a trainer reads the rows in order and assigns batches to ranks in turn, each step has the same rows as in
+`chatmill train`. Any other order is rejected.
 """
 
 from __future__ import annotations
@@ -44,15 +43,14 @@ class TrainRows(Dataset[ModelInputs]):
     """All rows of `epochs` epochs, or of `steps` steps, in training order.
 
     Each row is a dict of `input_ids`, `labels` and `position_ids`; positions restart at 0 in each conversation. A
-    `DataLoader` must read batches of equal size in order, without shuffling. Batch b is read by rank b % world_size,
-    which is how Accelerate shards batches.
+    `DataLoader` must read batches of equal size in order, without shuffling. Rank b % world_size must read batch b, as
+    with Accelerate.
 
-    Plain labels cannot express token weights other than 1. Rows with weights other than 1 are rejected unless
-    `weights_in_labels` is true. With `weights_in_labels`, `columns.weighted_labels` encodes the weights in the labels,
-    and `hf.weighted_loss` decodes them. The weights of a step are scaled such that their sum is the number of labels in
-    the step, because trainers divide the loss by the number of labels.
+    Rows with token weights other than 1 are rejected unless `weights_in_labels` is true. In that case,
+    `columns.weighted_labels` encodes the weights in the labels, and `hf.weighted_loss` decodes them. The weights of a
+    step add up to its number of labels, because trainers divide the loss by that number.
 
-    With `audit_dir`, `hf.RunCallback` writes an audit log of the trained steps to this folder.
+    With `audit_dir`, `hf.RunCallback` writes an audit log to this folder.
 
     >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))
     >>> _ = chatmill.prepare_dataset(job, "chat_sft")
@@ -85,32 +83,32 @@ class TrainRows(Dataset[ModelInputs]):
         self._digests: Tensor | None = None
         if audit_dir is not None:
             batches = self.steps * self.config.gradient_accumulation_steps
-            # Use shared memory, because worker processes read the rows and store the digests.
+            # Worker processes store the digests, so the memory is shared.
             self._digests = torch.zeros((batches, 3 + len(self.loader.sources)), dtype=torch.int64).share_memory_()
         self._no_counts = np.zeros(len(self.loader.sources), dtype=np.int64)
         self._world: tuple[int, int] | None = None
-        """In a worker process, the rank and world size of the parent process; otherwise None."""
+        """The rank and world size of the parent process, in a worker process."""
         self._next: int | None = None
         """First row of the batch that is expected next."""
         self._start: int | None = None
-        """First row that was read since the run started or resumed; None after the second batch."""
+        """First row of the run's first batch; None after the second batch."""
         self._step: PlannedStep | None = None
         """The last step that was read."""
         self._scale = (-1, 1.0)
-        """The last step for which a weight factor was computed, and the factor."""
+        """The last step and its weight factor."""
 
     def __len__(self) -> int:
         return self.steps * self.config.batch_size
 
     def __getitem__(self, row: int) -> ModelInputs:
-        """Return one row. Unlike batches, individual rows may be read in any order."""
+        """Return one row; single rows may be read in any order."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} does not exist; the run has {len(self)} rows")
         count = self.rows_per_batch
         return self._inputs(self.read(row - row % count))[row % count]
 
     def __getitems__(self, rows: Sequence[int]) -> list[ModelInputs]:
-        """Return a batch of rows for a `DataLoader`; raise `UsageError` unless it is the next batch of this rank."""
+        """Return a batch of rows for a `DataLoader`; the rows must be the next batch of this rank."""
         self._check(list(rows))
         first = int(rows[0])
         batch = self.read(first, digest=self._digests is not None)
@@ -122,14 +120,13 @@ class TrainRows(Dataset[ModelInputs]):
         return self._inputs(batch)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle for a spawned worker process."""
         return {**vars(self), "_world": self.rank_and_world_size, "_step": None, "open_audit": None}
 
     def set_epoch(self, epoch: int) -> None:
-        """Raise `UsageError` for a second epoch, because the dataset contains the whole run; called by Accelerate."""
+        """Reject a second epoch, because the dataset contains the whole run; Accelerate calls this method."""
         if epoch:
             raise UsageError(
-                f"the trainer begins epoch {epoch + 1}, but the dataset is the whole run of {self.steps} steps; "
+                f"the trainer begins epoch {epoch + 1}, but the dataset contains the whole run of {self.steps} steps; "
                 "set num_train_epochs to 1, and pass TrainRows more epochs or steps"
             )
 
@@ -139,7 +136,7 @@ class TrainRows(Dataset[ModelInputs]):
 
     @property
     def rows_per_batch(self) -> int:
-        """The number of rows per micro-batch on one rank; raises `UsageError` if batch_size cannot be split evenly."""
+        """The number of rows per micro-batch on one rank."""
         world_size, accumulation = self.rank_and_world_size[1], self.config.gradient_accumulation_steps
         rows, remainder = divmod(self.config.batch_size, world_size * accumulation)
         if remainder:
@@ -164,13 +161,13 @@ class TrainRows(Dataset[ModelInputs]):
         return batch
 
     def digests(self, step: int) -> tuple[Index, Index]:
-        """Return the digest of a step's rows on this rank, and the amount of data from each source."""
+        """Return the digest of a step's rows on this rank, and how much data each source contributed."""
         assert self._digests is not None
         accumulation = self.config.gradient_accumulation_steps
         read = self._digests[step * accumulation : (step + 1) * accumulation].numpy()
         if not read[:, 0].all():
             raise UsageError(
-                f"step {step} was trained, but its rows were not read from this dataset; pass the trainer this dataset"
+                f"step {step}: the trainer did not read the rows from this dataset; pass this dataset to the trainer"
             )
         total = read.sum(axis=0)
         return total[1:3], total[3:]
@@ -191,7 +188,6 @@ class TrainRows(Dataset[ModelInputs]):
         return model_inputs(batch.batch, self.plan, self._scale[1], weights_in_labels=self.weights_in_labels)
 
     def _check(self, rows: list[int]) -> None:
-        """Raise `UsageError` unless `rows` are the next batch of this rank."""
         first, count, (rank, world_size) = int(rows[0]), len(rows), self.rank_and_world_size
         if count != self.rows_per_batch:
             raise UsageError(
@@ -202,8 +198,7 @@ class TrainRows(Dataset[ModelInputs]):
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         stride = count * world_size
         is_of_rank = rows == list(range(first, first + count)) and first % stride == rank * count
-        # The first batch may start at any step, because a run may be resumed. If the second batch does not follow the
-        # first, the rows are sharded twice.
+        # A resumed run starts at any step. If the second batch does not follow the first, the rows are sharded twice.
         follows = first == self._next
         starts = (first - number * stride) % self.config.batch_size == rank * count and self._start in (None, first)
         if not is_of_rank or not (follows or starts):
@@ -218,8 +213,8 @@ class TrainRows(Dataset[ModelInputs]):
 class EvalRows(Dataset[ModelInputs]):
     """All rows of the val split, with empty rows added to complete the last batches.
 
-    With `weights_in_labels`, weights are scaled such that the trainer's mean over batches equals the val loss of
-    `chatmill train`, which is a weighted mean over all trained tokens.
+    With `weights_in_labels`, weights are scaled so that the trainer's mean over batches equals the val loss of
+    `chatmill train`.
     """
 
     def __init__(self, rows: TrainRows) -> None:
@@ -232,14 +227,14 @@ class EvalRows(Dataset[ModelInputs]):
         return self.steps * self.rows.config.batch_size
 
     def __getitem__(self, row: int) -> ModelInputs:
-        """Return one row. Unlike batches, individual rows may be read in any order."""
+        """Return one row; single rows may be read in any order."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} does not exist; val has {len(self)} rows")
         count = self.rows.rows_per_batch
         return self._read(row - row % count)[row % count]
 
     def __getitems__(self, rows: Sequence[int]) -> list[ModelInputs]:
-        """Return a batch of rows for a `DataLoader`; raise `UsageError` unless it is a batch of this rank."""
+        """Return a batch of rows for a `DataLoader`; the rows must be a batch of this rank."""
         first, count, (rank, world_size) = int(rows[0]), self.rows.rows_per_batch, self.rows.rank_and_world_size
         if list(rows) != list(range(first, first + count)) or first % (count * world_size) != rank * count:
             raise UsageError(
@@ -249,7 +244,7 @@ class EvalRows(Dataset[ModelInputs]):
         return self._read(first)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle for a spawned worker process, without the plan and its caches."""
+        """Omit the plan, whose caches are large."""
         return {name: value for name, value in vars(self).items() if name != "plan"}
 
     @cached_property
@@ -266,23 +261,19 @@ class EvalRows(Dataset[ModelInputs]):
         return model_inputs(batch.batch, self.plan, scale, weights_in_labels=weights_in_labels)
 
     def _scale(self, first: int, size: int) -> float:
-        """Return the weight factor of the batch that contains row `first`; `size` is its row count on all ranks."""
+        """Return the weight factor of the batch at row `first`; `size` is the rows per batch on all ranks."""
         if self._scales is None or self._scales[0] != size:
             sums = [trained_weights(self.plan, step, size) for step in self.plan.one_epoch()]
             trained, weights = (np.concatenate(parts) for parts in zip(*sums, strict=True))
             if not weights.sum():
                 raise UsageError(f"{self.rows.loader.dataset_dir}: val has no trained tokens; remove eval_dataset")
-            # Compensate for the trainer, which divides the loss of each batch by its number of labels and averages over
-            # batches.
+            # The trainer divides each batch's loss by its number of labels, and averages over batches.
             self._scales = size, (trained * len(trained) / weights.sum()).tolist()
         return self._scales[1][first // size]
 
 
 def model_inputs(batch: Batch, plan: LoadPlan, scale: float, *, weights_in_labels: bool) -> list[ModelInputs]:
-    """Return the model inputs of each row of a batch, with weights multiplied by `scale`.
-
-    Labels with weight 1 stay unchanged. Weights other than 1 are rejected unless `weights_in_labels` is true.
-    """
+    """Return the model inputs of each row of a batch, with weights multiplied by `scale`."""
     columns = causal_lm_columns(batch, pad_token_id=plan.pad_token_id)
     weights = (columns.pop("weights").double() * scale).float()
     if not weights_in_labels and ((weights != 1) & (columns["labels"] >= 0)).any():

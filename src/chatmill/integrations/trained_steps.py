@@ -1,4 +1,4 @@
-"""A loader listener that reports batches to the audit log after they are trained, not when they are prefetched."""
+"""A loader listener that reports batches to the audit log after the training step, not when they are prefetched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FetchedStep(NamedTuple):
-    """A fetched step, and the calls that report the step to the audit log."""
+    """A fetched step, and the calls that report it to the audit log."""
 
     step: int
     calls: list[Callable[[], None]]
@@ -32,16 +32,16 @@ class TrainedSteps:
         self.audit = audit
         self._fetched: deque[FetchedStep] = deque()
         self._epoch_start: list[Callable[[], None]] = []
-        """The call that reports the start of an epoch; it is made before the next batch is reported."""
+        """The call that reports the start of an epoch, made with the next batch."""
 
     def report(self, steps: int) -> None:
-        """Report all fetched steps with numbers below `steps`."""
+        """Report all fetched steps before step `steps`."""
         while self._fetched and self._fetched[0].step < steps:
             for call in self._fetched.popleft().calls:
                 call()
 
     def forget(self) -> None:
-        """Discard all steps that were fetched but not trained, because the loader is rewound."""
+        """Discard the steps that were fetched but not reported, because the loader is rewound."""
         self._fetched.clear()
         self._epoch_start = []
 

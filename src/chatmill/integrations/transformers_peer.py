@@ -34,7 +34,7 @@ class TransformersPeer:
         self._arguments = (str(path and path.absolute()), special, now)
         version = None if path is None else self._ask(None)
         self.version = version if isinstance(version, str) else ""
-        """The version of transformers; empty if transformers is not installed or cannot open the tokenizer."""
+        """The version of transformers; empty if transformers cannot be used."""
 
     def __call__(self, record: Record, *, null_content: bool = False) -> list[int]:
         given = self._renderer.template_input(record)
@@ -45,21 +45,20 @@ class TransformersPeer:
         source = self._renderer.templates[bool(record.tools)].source
         options = {"tools": given.tools, "chat_template": source, **self._renderer.arguments}
         ids = self._ask([messages, options])
-        # If transformers rejects a record that chatmill renders, return no ids, which count as a difference.
+        # If transformers rejects the record, the empty list counts as a difference.
         return ids if isinstance(ids, list) else []
 
     def __enter__(self) -> TransformersPeer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the process that runs transformers."""
         if self._channel is not None:
             self._channel.close()
 
     def _ask(self, request: Any) -> list[int] | str | None:
-        """Return the response of the process; None if the process crashes or exceeds its limits."""
+        """Return the response of the process, or None if the process crashes or exceeds its limits."""
         if self._channel is not None and self._owner != os.getpid():
-            # After a fork, close the inherited channel, whose process the parent still uses, and start a new process.
+            # After a fork, the parent still uses the inherited channel.
             self._channel.close()
             self._channel = None
         self._owner = os.getpid()
@@ -121,7 +120,7 @@ def set_clock(moment: datetime) -> None:
 
 
 def opened_tokenizer(tokenizer: Path, special: dict[str, Any]) -> tuple[Any, str | None]:
-    """Return the tokenizer that transformers loads, and the transformers version; None for both if loading fails."""
+    """Return the tokenizer and the version of transformers, or None twice if loading fails."""
     try:
         import transformers
 
@@ -129,8 +128,7 @@ def opened_tokenizer(tokenizer: Path, special: dict[str, Any]) -> tuple[Any, str
             opened: Any = transformers.AutoTokenizer.from_pretrained(str(tokenizer.parent), trust_remote_code=False)
         else:
             opened = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **special)
-        # Render once now, because transformers imports some modules on first use, and this process cannot import
-        # modules later.
+        # transformers imports some modules on first use, but this process cannot import modules later.
         opened.apply_chat_template([{"role": "user", "content": "x"}], chat_template=WARM_UP, tokenize=True)
     except Exception:
         return None, None

@@ -27,7 +27,7 @@ __all__ = ["SFTRows", "TrainRows", "WeightedSFTTrainer", "sft_config", "trainer_
 
 
 def sft_config(rows: TrainRows) -> dict[str, Any]:
-    """Return arguments for `SFTConfig` that make the trainer read the rows of a run once, in order and unchanged."""
+    """Return arguments for `SFTConfig` with which the trainer reads the rows once, in order and unchanged."""
     return {
         **hf.training_arguments(rows),
         "dataset_kwargs": {"skip_prepare_dataset": True},
@@ -39,7 +39,7 @@ def sft_config(rows: TrainRows) -> dict[str, Any]:
 
 
 def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, Any]:
-    """Return arguments for `WeightedSFTTrainer` or `SFTTrainer`: rows, the val split if it exists, and a callback.
+    """Return arguments for the trainer: the rows, a collator, a callback, and the val split if there is one.
 
     Pass `flatten=True` if the model uses FlashAttention; see `hf.Collator`.
     """
@@ -52,11 +52,7 @@ def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, An
 
 
 class SFTRows(Dataset):
-    """The rows of a run or of the val split as a `datasets.Dataset`, the only map-style dataset that `SFTTrainer`
-    accepts.
-
-    The rows are read from `TrainRows` or `EvalRows`; the dataset's Arrow table is empty.
-    """
+    """The rows of `TrainRows` or `EvalRows` as a `datasets.Dataset`, which `SFTTrainer` requires."""
 
     def __init__(self, rows: TrainRows | EvalRows) -> None:
         super().__init__(pyarrow.table({"row": pyarrow.array([], pyarrow.int64())}))
@@ -75,7 +71,7 @@ class SFTRows(Dataset):
         return self.rows.__getitems__(rows)
 
     def set_epoch(self, epoch: int) -> None:
-        """Raise `UsageError` if a second epoch of a run begins."""
+        """Reject a second epoch of a run."""
         if isinstance(self.rows, TrainRows):
             self.rows.set_epoch(epoch)
 
@@ -83,8 +79,7 @@ class SFTRows(Dataset):
 class WeightedSFTTrainer(SFTTrainer):
     """An `SFTTrainer` whose training and evaluation loss is Σ weight · cross entropy / Σ weight over the global batch.
 
-    The weights are encoded in the labels of `SFTRows`. Unlike with a `compute_loss_func`, the model runs only once per
-    batch.
+    The weights are encoded in the labels of `SFTRows`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -104,7 +99,7 @@ class WeightedSFTTrainer(SFTTrainer):
         labels, weights = split_labels(inputs["labels"])
         inputs = {**inputs, "labels": labels}
         if num_items_in_batch is None:
-            # In evaluation, SFTTrainer would divide by the number of labels on this rank instead of on all ranks.
+            # In evaluation, SFTTrainer would divide by the number of labels on this rank only.
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
 
         def weighted_model(**model_inputs: Any) -> Any:

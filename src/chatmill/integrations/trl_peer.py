@@ -1,7 +1,7 @@
-"""Prepare records with the code of TRL's SFTTrainer, to compare them with chatmill's rows.
+"""Prepare records with TRL's own code, to compare the rows with chatmill's.
 
-TRL executes chat templates, which are untrusted code. Therefore TRL runs in a separate process (`trl_process`) with
-resource limits and without access to files or the network.
+TRL executes chat templates, which are untrusted code. Therefore it runs in a separate process with resource limits, and
+without access to files or the network.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SECONDS, SECONDS_PER_CHARACTER = 5.0, 2e-5
 MEMORY, RESPONSE = 2 << 30, 1 << 28
 PROCESS = "chatmill.integrations.trl_process"
 MAX_KILLS = 3
-"""Number of crashed or killed processes after which the comparison is aborted."""
+"""The comparison fails after this many crashed or killed processes."""
 
 
 def require_trl() -> None:
-    """Raise an error if TRL or torch is not installed; neither is imported."""
+    """Raise an error if TRL or torch is not installed, without importing them."""
     if importlib.util.find_spec("torch") is None:
         raise ModuleNotFoundError(name="torch")
     if importlib.util.find_spec("trl") is None:
@@ -61,16 +61,15 @@ class TRLPeer:
     def rows(self, record: Record, *, completion: int | None = None) -> tuple[PeerRow | str, PeerRow | str]:
         """Return a record's row with the configured loss, and its row with TRL's default loss.
 
-        If TRL rejects the record, a string with the reason replaces the row. In a dataset of prompts and completions,
-        `completion` is the index of the first message of the completion.
+        If TRL rejects the record, the reason replaces the row. In a prompt-completion dataset, `completion` is the
+        index of the completion's first message.
         """
         turns = only_turns(record)
         style = self._renderer.templates[bool(record.tools)].style
         given = plain_input(turns, style)
         examples = [self._example(record, given, completion)]
         if self.setup.patched and style.arguments_as_text:
-            # TRL's training template requires tool call arguments as objects, even if the model's template takes
-            # strings.
+            # TRL's training template requires tool call arguments as objects.
             style = replace(style, arguments_as_text=False)
             examples.insert(0, self._example(record, plain_input(turns, style), completion))
         try:
@@ -83,10 +82,9 @@ class TRLPeer:
         except EndedError as ended:
             return str(ended), str(ended)
         except (ValueError, TypeError):
-            raise self._broken("the process returned something other than rows") from None
+            raise self._broken("the process did not return rows") from None
 
     def _example(self, record: Record, given: TemplateInput, completion: int | None) -> dict[str, Any]:
-        """Convert a record to an example of a TRL dataset."""
         kwargs = {**self._renderer.arguments, **msgspec.json.decode(record.template_kwargs or "{}")}
         example: dict[str, Any] = {"chat_template_kwargs": kwargs, "tools": given.tools}
         if completion is None:
@@ -97,7 +95,6 @@ class TRLPeer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the process that runs TRL."""
         if self._channel is not None:
             self._channel.close()
 
@@ -107,7 +104,7 @@ class TRLPeer:
         except EndedError as ended:
             raise self._broken(f"the process failed on a small conversation ({ended})") from None
         except (ValueError, TypeError):
-            raise self._broken("the process returned something other than rows") from None
+            raise self._broken("the process did not return rows") from None
         if setup.fault:
             raise _no_comparison(setup.fault)
         return setup
@@ -127,7 +124,7 @@ class TRLPeer:
             self._channel = None
             self._kills += 1
             if self._kills >= MAX_KILLS:
-                raise self._broken(f"{reason}; this also happened for earlier records") from None
+                raise self._broken(f"{reason}, as for earlier records") from None
             raise EndedError(reason) from None
 
     def _broken(self, what: str) -> DataError:
@@ -136,7 +133,7 @@ class TRLPeer:
 
 
 def _no_comparison(fault: str) -> DataError:
-    what = f"TRL cannot be compared, because it fails with {one_line(fault, 300)}"
+    what = f"TRL fails with {one_line(fault, 300)}, so there is nothing to compare"
     return DataError(f"{what}; check that TRL and transformers are installed correctly")
 
 

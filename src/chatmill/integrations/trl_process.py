@@ -1,4 +1,4 @@
-"""The process that runs the dataset preparation of TRL's SFTTrainer, one record at a time."""
+"""The process in which TRL's SFTTrainer prepares records, one at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chatmill.integrations.transformers_peer import ENVIRONMENT, opened_tokenize
 NO_LIMIT = 0
 """The value of `max_length` that disables truncation."""
 NOT_OF_TRL = (ImportError, OSError)
-"""Types of errors that are caused by the limits of the process, not by TRL."""
+"""Errors that the limits of the process cause, not TRL."""
 SMALL = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
 REFUSING = "{{ raise_exception('x') }}"
 WARM_UP = "{% for m in messages %}{{ m.content }}{% generation %}{{ m.role | tojson }}{% endgeneration %}{% endfor %}"
@@ -33,15 +33,15 @@ class TRLSetup(msgspec.Struct, frozen=True):
     patched: bool = False
     """Whether TRL renders with its own training template, which has generation tags."""
     no_mask: str = ""
-    """Why TRL cannot train only answers with this template and trains every token instead; empty if it can."""
+    """Why TRL cannot train only on answers with this template; empty if it can."""
     end_trained: bool = True
-    """Whether TRL trains the end token of an answer."""
+    """Whether TRL trains on the end token of an answer."""
     fault: str = ""
-    """Why TRL cannot be compared with chatmill; empty if it can."""
+    """Why TRL and chatmill cannot be compared; empty if they can."""
 
 
 class PreparedRow(msgspec.Struct, frozen=True):
-    """The ids of a row, a mask with 1 for trained tokens, and the number of tokens that `max_length` keeps."""
+    """The ids and loss mask of a row, and the number of tokens that `max_length` keeps."""
 
     ids: list[int]
     trained: bytes
@@ -51,14 +51,14 @@ class PreparedRow(msgspec.Struct, frozen=True):
 class PreparedRecord(msgspec.Struct, frozen=True):
     """A record prepared with the configured loss and with TRL's default loss.
 
-    If TRL rejects the record, a string with the reason replaces the row.
+    If TRL rejects the record, the reason replaces the row.
     """
 
     chosen: PreparedRow | str
     default: PreparedRow | str | None = None
-    """The row with TRL's default loss; None if the row is the same as `chosen`."""
+    """The row with TRL's default loss; None if it equals `chosen`."""
     fault: str = ""
-    """An error that was caused by the limits of the process, not by the record."""
+    """An error that the limits of the process cause, not the record."""
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
 
     os.environ.update(ENVIRONMENT, ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
     with suppress(Exception):
-        # Import TRL before any process is forked, because the import is slow.
+        # Import TRL before forking, because the import is slow.
         import trl.trainer.sft_trainer  # noqa: F401
     run_server(_service)
 
@@ -120,7 +120,7 @@ class _Preparation:
         opened.chat_template = named if settings["with_tools"] else settings["template"]
 
     def _import_all(self) -> None:
-        """Prepare an example, because TRL imports some modules on first use, and later imports are not possible."""
+        """Prepare an example, because TRL imports some modules on first use, and later imports fail."""
         for template in (REFUSING, WARM_UP):
             self._tokenizer.chat_template = template
             with suppress(Exception):
@@ -129,7 +129,7 @@ class _Preparation:
                 self._rows(SMALL, self._config(True, max_length=1), None)
 
     def setup(self) -> TRLSetup:
-        """Return the settings that SFTTrainer chooses before it prepares a dataset; this executes the template."""
+        """Return the settings that SFTTrainer chooses for the template."""
         setup = {"version": self._version, "max_length": self._cut[False].max_length}
         if not self._masked:
             return TRLSetup(**setup)
@@ -143,7 +143,7 @@ class _Preparation:
         return TRLSetup(**setup, patched=self._template is not None, end_trained=end_trained)
 
     def _decide(self) -> tuple[str | None, bool]:
-        """Return TRL's own training template (None if not needed), and whether TRL trains the end token of answers."""
+        """Return TRL's own training template, if TRL uses it, and whether TRL trains on the end token of answers."""
         from trl import chat_template_utils as templates
 
         is_tagged = templates.has_generation_markers(self._tokenizer.chat_template)
@@ -151,7 +151,7 @@ class _Preparation:
         return template, templates.is_chat_template_stop_token_trained(self._tokenizer, chat_template=template)
 
     def prepare(self, examples: list[dict[str, Any]]) -> PreparedRecord:
-        """Prepare a record; the first example is for TRL's training template, and the last for the model's template."""
+        """Prepare a record. The first example is for TRL's template, and the last one for the model's template."""
         default = self._row(examples[-1], False, None)
         if not self._masked:
             return PreparedRecord(default)
@@ -173,7 +173,6 @@ class _Preparation:
             return _reason(error)
 
     def _rows(self, example: dict[str, Any], config: Any, template: str | None) -> list[dict[str, Any]]:
-        """Return the dataset that SFTTrainer prepares from one example."""
         from trl.trainer.sft_trainer import SFTTrainer
 
         trainer: Any = SimpleNamespace(
@@ -224,6 +223,5 @@ class _PreparedExamples:
 
 
 def _reason(error: Exception) -> str:
-    """Return the type and message of an error on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -4,8 +4,7 @@
     llamafactory   LLaMA-Factory's dataset_info.json, and the config of a run
     trl            a config of `trl sft`, or a recipe of the alignment handbook
 
-Each import function returns an `ImportedConfig` with a report on every key; `write_import` writes the converted config
-to a folder.
+Each import function returns an `ImportedConfig`; `write_import` writes it to a folder.
 """
 
 from chatmill.integrations.configs.axolotl import import_axolotl

@@ -58,9 +58,9 @@ REFUSED = {
     "rl": "chatmill supports only SFT, not reinforcement learning",
     "reward_model": "chatmill supports only SFT, not reward models",
     "process_reward_model": "chatmill supports only SFT, not reward models",
-    "pretraining_dataset": "chatmill supports only SFT, not pretraining on a stream of texts",
+    "pretraining_dataset": "chatmill supports only SFT, not pretraining",
     "processor_type": "chatmill trains only on text, not on images or audio",
-    "diffusion": "chatmill trains only models that predict the next token",
+    "diffusion": "chatmill trains only causal language models",
     "image_size": "chatmill trains only on text, not on images or audio",
     "image_resize_algorithm": "chatmill trains only on text, not on images or audio",
 }
@@ -107,12 +107,13 @@ def _revision(keys: TheirKeys) -> str:
 
 
 def _take_layout(translation: Translation, keys: TheirKeys, layout: Layout) -> bool:
-    """Choose plain text, a chat template or a prompt style for rendering; return whether rows are plain text."""
+    """Choose how records are rendered; return whether the rows are plain text."""
     template, jinja = keys.text("chat_template"), keys.text("chat_template_jinja")
     if "text" in layout.kinds and len(layout.kinds) > 1:
         other = layout.kinds.get("chat") or layout.kinds["style"]
         reason = (
-            f"a recipe has either plain text or conversations, but {other} has another type; import each separately"
+            f"a recipe contains either plain text or conversations, but {other} has another type; "
+            "import each separately"
         )
         translation.refuse(layout.kinds["text"], "completion", reason)
     is_text = "text" in layout.kinds
@@ -122,7 +123,7 @@ def _take_layout(translation: Translation, keys: TheirKeys, layout: Layout) -> b
         translation.chat_template = layout.style.template()
     if "chat" in layout.kinds and layout.style is not None:
         where = layout.kinds["style"]
-        translation.assume(f"{where}: a recipe has one format, so the chat template also renders these rows")
+        translation.assume(f"{where}: a recipe has only one format, so the chat template also renders these rows")
     unused = "" if "chat" in layout.kinds else "no dataset has the type chat_template, so this key has no effect"
     named = [(keys.path("chat_template"), template), (keys.path("chat_template_jinja"), jinja)]
     for key, value in named:
@@ -151,10 +152,10 @@ def _take_template(translation: Translation, key: str, name: str) -> None:
         translation.take(key, name, recipe={"format": "chatml"})
     elif name.startswith("tokenizer_default") or name == "jinja":
         translation.default(
-            key, name, note="the recipe uses chat_template_jinja if it is set, or else the tokenizer's chat template"
+            key, name, note="chatmill uses chat_template_jinja if set, otherwise the tokenizer's chat template"
         )
     else:
-        note = f"chatmill has no template {name} and uses the tokenizer's; set chat_template if they differ"
+        note = f"chatmill has no template {name} and uses the tokenizer's template; set chat_template if they differ"
         translation.none(key, name, note)
 
 
@@ -170,7 +171,7 @@ def _take_rows(translation: Translation, keys: TheirKeys, *, is_text: bool, is_c
         taken = {"filters": {"min_tokens": max(1, least)}}
         translation.take(keys.path("min_sample_len"), least, recipe=taken)
     if (dedupe := keys.switch("dataset_exact_deduplication")) is not None:
-        note = "conversations that differ only in case and whitespace count as duplicates"
+        note = "conversations that differ only in case or whitespace are duplicates"
         translation.take(keys.path("dataset_exact_deduplication"), dedupe, recipe={"dedupe": dedupe}, note=note)
     take_packing(translation, keys, "sample_packing")
     _take_mask(translation, keys, is_chat=is_chat)
@@ -181,17 +182,16 @@ def _take_rows(translation: Translation, keys: TheirKeys, *, is_text: bool, is_c
 
 
 def _take_mask(translation: Translation, keys: TheirKeys, *, is_chat: bool) -> None:
-    """Read `train_on_inputs`; if it is true, all turns of chat datasets or all tokens of other datasets are trained."""
     inputs = keys.switch("train_on_inputs")
     key = keys.path("train_on_inputs")
     if inputs and is_chat:
-        note = "all turns except tool results are trained, without their headers"
+        note = "chatmill trains on all turns except tool results, without their headers"
         translation.take(key, inputs, recipe={"train_on": "all"}, train={"use_loss_mask": True}, note=note)
     elif inputs is not None:
-        note = "every token is trained" if inputs else "only answers are trained"
+        note = "chatmill trains on every token" if inputs else "chatmill trains only on answers"
         translation.take(key, inputs, train={"use_loss_mask": not inputs}, note=note)
     else:
-        translation.assume("Axolotl trains only answers by default", train={"use_loss_mask": True})
+        translation.assume("Axolotl trains only on answers by default", train={"use_loss_mask": True})
 
 
 def _take_training(translation: Translation, keys: TheirKeys) -> None:
@@ -227,7 +227,7 @@ def _take_training(translation: Translation, keys: TheirKeys) -> None:
 
 
 def _steps_of_batch_size(translation: Translation, keys: TheirKeys) -> int:
-    """Return the number of accumulation steps that `batch_size` implies; 1 if `batch_size` is missing or overridden."""
+    """Return the number of accumulation steps that `batch_size` implies, or 1."""
     rows, micro = keys.integer("batch_size", least=1, most=2**24), keys.peek("micro_batch_size")
     if rows is None:
         return 1
@@ -235,7 +235,7 @@ def _steps_of_batch_size(translation: Translation, keys: TheirKeys) -> int:
     if keys.peek("gradient_accumulation_steps") is not None:
         translation.default(keys.path("batch_size"), rows, note="chatmill uses gradient_accumulation_steps instead")
         return 1
-    note = "the number of steps is batch_size divided by micro_batch_size"
+    note = "the number of accumulation steps is batch_size divided by micro_batch_size"
     translation.take(keys.path("batch_size"), rows, train={"gradient_accumulation_steps": steps}, note=note)
     return steps
 
@@ -245,9 +245,9 @@ def _take_special_tokens(translation: Translation, keys: TheirKeys) -> None:
     if tokens is None:
         return
     table = TheirKeys(tokens, translation, f"{keys.path('special_tokens')}.")
-    stays = "chatmill uses the tokenizer in the model folder unchanged; edit its files if this token differs"
+    stays = "chatmill uses the tokenizer in the model folder unchanged; edit the tokenizer if this token differs"
     notes = dict.fromkeys(table.left, stays) | {
-        "pad_token": "chatmill never trains padding, so the padding token has no effect"
+        "pad_token": "chatmill never trains on padding, so the padding token has no effect"
     }
     translation.close(table, notes)
 
@@ -267,7 +267,7 @@ def _take_output(translation: Translation, keys: TheirKeys) -> None:
             translation.default(
                 keys.path("metric_for_best_model"),
                 metric,
-                note="chatmill also selects the best checkpoint by the val loss",
+                note="chatmill also uses the val loss to select the best checkpoint",
             )
         else:
             note = "chatmill selects the best checkpoint by the lowest val loss"

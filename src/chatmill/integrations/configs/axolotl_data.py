@@ -15,7 +15,7 @@ CHAT_TYPES = ("chat_template", "chat_template.default", "sharegpt", "messages", 
 PREFERENCE_TYPES = ("chatml.", "llama3.", "chat_template.argilla", "bradley_terry", "stepwise_supervised", "zephyr.")
 INPUT_NOTE = "chatmill writes the input after the instruction, without the line ### Input:"
 NOT_READ = "chatmill does not read this key for this type"
-ENDS = "chatmill trains the token that ends each trained turn"
+ENDS = "chatmill trains on the end token of each trained turn"
 COLUMNS = {
     "gpteacher": {"output": "response"},
     "oasst": {"instruction": "INSTRUCTION", "output": "RESPONSE"},
@@ -31,7 +31,7 @@ NOTES = {
     "shards": "chatmill reads the whole dataset; set max_samples to read part of it",
     "shards_idx": "chatmill reads the whole dataset; set max_samples to read part of it",
     "conversation": "chatmill uses the chat template instead of a FastChat format",
-    "split_thinking": "chatmill reads reasoning from a separate key, and leaves <think> in the text unchanged",
+    "split_thinking": "chatmill reads reasoning from a separate key, and does not parse <think> in the text",
     "template_thinking_key": "chatmill passes reasoning to the chat template as reasoning_content",
     "drop_system_message": "chatmill keeps system messages, so the prompts will differ",
     "field_human": NOT_READ,
@@ -47,7 +47,7 @@ NOTES = {
 
 @dataclass
 class Layout:
-    """How records are rendered; all sources of a recipe share one layout."""
+    """How records are rendered, for all sources of a recipe."""
 
     kinds: dict[str, str] = field(default_factory=dict)
     """Maps `text`, `chat` and `style` to the config key of the first source of that kind."""
@@ -160,12 +160,12 @@ def _take_type(translation: Translation, keys: TheirKeys, kind: str, number: int
         reason = "chatmill does not support labeled segments; write them as messages with train_ranges"
         translation.refuse(keys.path("type"), kind, reason)
     else:
-        reason = "chatmill does not support this type; expected chat_template, alpaca, completion or a table of fields"
+        reason = "chatmill does not support this type; expected chat_template, alpaca, completion or a table"
         translation.refuse(keys.path("type"), kind, reason)
 
 
 def take_messages(translation: Translation, keys: TheirKeys, kind: str, number: int, layout: Layout) -> None:
-    """Read the keys for a dataset of messages: the names of columns, message keys and roles, and the turns to train."""
+    """Read the column names, message keys, roles and trained turns of a dataset of messages."""
     is_sharegpt = kind == "sharegpt"
     columns: dict[str, Any] = {}
     translation.take(keys.path("type"), kind, source=(number, {"shape": "sharegpt" if is_sharegpt else "messages"}))
@@ -224,7 +224,6 @@ def _take_roles(translation: Translation, keys: TheirKeys, columns: dict[str, An
 
 
 def _take_trained(translation: Translation, keys: TheirKeys, number: int) -> None:
-    """Read `roles_to_train`, `train_on_eos` and `train_on_eot`."""
     if (roles := keys.texts("roles_to_train")) is not None:
         names = {{"gpt": "assistant", "human": "user"}.get(role, role) for role in roles}
         if names == {"assistant"}:
@@ -232,13 +231,13 @@ def _take_trained(translation: Translation, keys: TheirKeys, number: int) -> Non
         elif not names:
             taken = {"train_on": "last"}
             translation.take(
-                keys.path("roles_to_train"), roles, source=(number, taken), note="only the last turn is trained"
+                keys.path("roles_to_train"), roles, source=(number, taken), note="chatmill trains only on the last turn"
             )
         else:
             note = (
-                "all turns except tool results are trained"
+                "chatmill trains on all turns except tool results"
                 if names != {"user", "assistant"}
-                else "system turns are also trained"
+                else "chatmill also trains on system turns"
             )
             translation.take(keys.path("roles_to_train"), roles, source=(number, {"train_on": "all"}), note=note)
     for name in ("train_on_eos", "train_on_eot"):
@@ -247,9 +246,9 @@ def _take_trained(translation: Translation, keys: TheirKeys, number: int) -> Non
         if value == "turn":
             translation.default(keys.path(name), value, note=ENDS)
         else:
-            effects = {"all": "chatmill does not train the end tokens of other turns", "last": ENDS}
+            effects = {"all": "chatmill does not train on the end tokens of other turns", "last": ENDS}
             note = effects.get(
-                value, "chatmill trains the token that ends each trained turn, so that the model learns to stop"
+                value, "chatmill trains on the end token of each trained turn, so that the model learns to stop"
             )
             translation.none(keys.path(name), value, note)
 

@@ -1,4 +1,4 @@
-"""Notes on Axolotl keys that have no counterpart in chatmill, and on how this affects training."""
+"""Notes on Axolotl keys that have no counterpart in chatmill."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ LOSS = "the loss will differ"
 NO_CODE = "chatmill does not run third-party code"
 PREFERENCE = "chatmill supports only SFT, not preference or reward training"
 TRACKER = "chatmill does not support this tracker; report_to takes tensorboard, wandb and mlflow"
-SHARDS = "chatmill distributes rows over ranks, not layers or sequences; the memory per GPU will differ"
-MOE = "chatmill uses the mixture-of-experts layers of transformers; the speed will differ"
+SHARDS = "chatmill splits rows across ranks, not layers or sequences; the memory per GPU will differ"
+MOE = "chatmill uses transformers' mixture-of-experts layers; the speed will differ"
 _GROUPS: dict[str, str] = {
     "attn_implementation flash_attention flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp "
     "flash_attn_fuse_qkv flash_optimum xformers_attention sdp_attention s2_attention flex_attention "
@@ -44,19 +44,19 @@ _GROUPS: dict[str, str] = {
     "hub_model_id hub_strategy hub_revision push_dataset_to_hub": UPLOAD,
     "hf_use_auth_token": "chatmill uses HF_TOKEN, or the token that `hf auth login` saved",
     "trust_remote_code": NO_CODE,
-    "trainer_cls": f"{NO_CODE}, and uses its own training loop",
+    "trainer_cls": f"{NO_CODE}; it uses its own training loop",
     "plugins": f"{NO_CODE}, so plugins have no effect on training",
     "tokenizer_type tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common "
     "tokenizer_save_jinja_files model_type type_of_model base_model_config cls_model_config "
     "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model "
     "base_model_ignore_patterns gptq_model_v1": (
-        "the files in the model folder determine the classes of model and tokenizer"
+        "the files in the model folder determine the model and tokenizer classes"
     ),
     "model_config overrides_of_model_config overrides_of_model_kwargs model_kwargs rope_scaling": (
         "chatmill uses config.json in the model folder unchanged; edit that file"
     ),
     "model_quantization_config model_quantization_config_kwargs gptq gptq_groupsize gptq_disable_exllama "
-    "gptq_bits": "chatmill rejects quantized base models; use an unquantized model with load_in_4bit",
+    "gptq_bits": "chatmill rejects quantized base models; use an unquantized model and load_in_4bit",
     "qat quantization": "chatmill does not support quantization-aware training; the loss will differ",
     "use_onebitllms": "chatmill does not support 1.58-bit training; the loss will differ",
     "tokens added_tokens_overrides resize_token_embeddings_to_32x mean_resizing_embeddings "
@@ -67,7 +67,7 @@ _GROUPS: dict[str, str] = {
     "lora_model_dir": "chatmill trains new adapters; merge existing adapters into the model first",
     "lora_target_parameters lora_rank_pattern lora_alpha_pattern peft_layers_to_transform "
     "peft_layers_pattern peft_layer_replication peft_trainable_token_indices peft_ensure_weight_tying": (
-        "all target layers have adapters of the same size; the loss will differ"
+        "all adapters have the same rank and alpha; the loss will differ"
     ),
     "lora_fan_in_fan_out": "peft detects this automatically; the result is the same",
     "peft_use_dora peft_init_lora_weights peft": (
@@ -89,17 +89,17 @@ _GROUPS: dict[str, str] = {
     "dion_momentum dion_rank_fraction dion_rank_multiple_of qgalore_rank qgalore_update_proj_gap "
     "qgalore_scale qgalore_proj_type qgalore_proj_quant qgalore_proj_bits qgalore_proj_group_size "
     "qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size": (
-        "this is an option of another optimizer, and has no effect"
+        "this option is for another optimizer and has no effect"
     ),
     "lr_quadratic_warmup lr_div_factor cosine_constant_lr_ratio": (
-        "chatmill does not support this change to the schedule; the loss will differ"
+        "chatmill does not support this schedule option; the loss will differ"
     ),
     "neftune_noise_alpha noisy_embedding_alpha": "chatmill does not add noise to embeddings; the loss will differ",
     "use_eaft eaft_alpha eaft_k": "chatmill uses plain cross entropy; the loss will differ",
     "loss_watchdog_threshold loss_watchdog_patience": (
         "a high loss does not stop the run; check the loss in metrics.jsonl"
     ),
-    "auto_find_batch_size": "chatmill does not adapt the batch size; --estimate shows whether the run fits in memory",
+    "auto_find_batch_size": "chatmill does not adjust the batch size; --estimate shows whether the run fits in memory",
     "shuffle_before_merging_datasets": "chatmill shuffles all rows in each epoch",
     "sample_packing_sequentially curriculum_sampling": (
         "chatmill packs rows by best fit and shuffles them; the order will differ"
@@ -111,13 +111,13 @@ _GROUPS: dict[str, str] = {
     "do_causal_lm_eval eval_causal_lm_metrics eval_table_size eval_max_new_tokens do_bench_eval "
     "bench_dataset bench_split generate_samples num_generation_samples generation_max_new_tokens "
     "generation_temperature generation_top_p generation_top_k generation_prompt_ratio "
-    "generation_do_sample": "chatmill evaluates only the loss, and generates eval_samples answers",
+    "generation_do_sample": "chatmill computes only the loss, and generates eval_samples answers",
     "greater_is_better": "chatmill selects the best checkpoint by the lowest val loss",
-    "save_only_model": "checkpoints also contain the optimizer state, so a run can be resumed",
+    "save_only_model": "checkpoints also contain the optimizer state, so that a run can resume",
     "save_first_step": "chatmill saves the first checkpoint after save_interval steps",
     "wandb_entity wandb_run_id wandb_watch wandb_log_model wandb_mode wandb_name mlflow_tracking_uri "
     "mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts project_name": (
-        "set this through the tracker's environment variable, such as WANDB_ENTITY, WANDB_NAME or MLFLOW_TRACKING_URI"
+        "set an environment variable of the tracker instead, such as WANDB_ENTITY, WANDB_NAME or MLFLOW_TRACKING_URI"
     ),
     "use_comet comet_api_key comet_workspace comet_project_name comet_experiment_key comet_mode "
     "comet_online comet_experiment_config use_otel_metrics otel_metrics_host otel_metrics_port "
@@ -133,11 +133,11 @@ _GROUPS: dict[str, str] = {
     "auto_resume_from_checkpoints": "add --resume auto to the train command",
     "resume_from_checkpoint": ("chatmill cannot resume Axolotl checkpoints; the run starts from the base model"),
     "streaming": "chatmill prepares the dataset before the run; the result is the same",
-    "default_system_message": "chatmill does not add a system message, but the chat template may write one",
+    "default_system_message": "chatmill does not add a system message, but the chat template may add one",
     "eot_tokens": "chatmill finds the end of a turn in the chat template",
     "llmcompressor": "chatmill does not apply sparsity recipes; the loss will differ",
     "torch_dtype bfloat16 float16 float32": (
-        "chatmill fine-tunes float32 weights, or bfloat16 weights with adamw8bit and adamw_bf16"
+        "chatmill trains float32 weights; with adamw8bit and adamw_bf16, it trains bfloat16 weights"
     ),
     "reinit_weights": "chatmill uses the weights in the model folder; the loss will differ",
     "processor_kwargs": "chatmill trains only on text, not on images or audio",

@@ -1,7 +1,6 @@
 """Chat templates for prompt styles, such as Alpaca's, that other trainers implement in code.
 
-A prompt style defines the text before and after each question. The system text, or a default text, precedes the first
-question.
+A prompt style defines the text around each question. The system prompt precedes the first question.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ class PromptStyle:
     system: str = "{}\n\n"
     default_system: str = ""
     after_answer: str = ""
-    """Text between the end token of an answer and the next question."""
+    """Text between an answer's end token and the next question."""
     ends_messages: bool = False
     """Whether the end token also follows questions and system texts."""
 
     def template(self) -> str:
-        """Return the style as a Jinja chat template, which ends each answer with the tokenizer's EOS token."""
+        """Return a Jinja chat template that ends each answer with the tokenizer's EOS token."""
         end = "eos_token" if self.ends_messages else ""
         lines = ["{%- if bos_token is defined and bos_token -%}{{- bos_token -}}{%- endif -%}"]
         if self.default_system:
@@ -53,7 +52,7 @@ class PromptStyle:
 
 
 def _around(text: str, inner: str, end: str) -> str:
-    """Return `before{}after` as a Jinja expression in which `inner` and an optional end token replace `{}`."""
+    """Return a Jinja expression for `text`, with `inner` and the end token in place of `{}`."""
     before, _, after = text.partition("{}")
     parts = [_quoted(before)] if before else []
     parts += [inner, *([end] if end else []), *([_quoted(after)] if after else [])]
@@ -61,7 +60,6 @@ def _around(text: str, inner: str, end: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a string as a Jinja literal."""
     return json.dumps(text, ensure_ascii=True)
 
 
@@ -79,4 +77,4 @@ NAMED = {
     "alpaca": PromptStyle("### Instruction:\n{}\n\n### Response:\n", default_system=ALPACA_SYSTEM, after_answer="\n\n"),
     "default": PromptStyle("Human: {}\nAssistant:", "System: {}\n", after_answer="\n", ends_messages=True),
 }
-"""Prompt styles for LLaMA-Factory templates that only add fixed text around messages."""
+"""Prompt styles for LLaMA-Factory templates that only wrap messages in fixed text."""

@@ -1,10 +1,9 @@
-"""Convert the locations of models and datasets in other trainers' configs: keep paths, and turn Hub names into URLs.
+"""Convert model and dataset locations in other trainers' configs: keep paths, and turn Hub names into URLs.
 
     tatsu-lab/alpaca, split train       hf://datasets/tatsu-lab/alpaca@refs/convert/parquet/default/train/*.parquet
     tatsu-lab/alpaca, file a.json       hf://datasets/tatsu-lab/alpaca/a.json
 
-If no files are named, the URL points to the Hub's Parquet copy of the dataset, which has a folder per configuration and
-split.
+If no files are named, the URL points to the Hub's Parquet copy of the dataset.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _UNREAD = (".csv", ".tsv", ".xml", ".pkl", ".pickle")
 
 @dataclass(frozen=True)
 class DataSplit:
-    """A split of a dataset, and the number of rows to read from its start."""
+    """A split of a dataset, and how many of its first rows to read."""
 
     name: str
     first: int | None
@@ -35,10 +34,10 @@ class DataSplit:
 
 
 def parse_split(text: str | None) -> DataSplit:
-    """Parse a split such as `train[:500]` (the first 500 rows); for other slices, return the whole split and a note."""
+    """Parse a split such as `train[:500]`; for unsupported slices, return the whole split and a note."""
     match = _SPLIT.fullmatch(text or "train")
     if match is None:
-        return DataSplit("train", None, f'"{one_line(str(text))}" is not supported; chatmill reads all of train')
+        return DataSplit("train", None, f'"{one_line(str(text))}" is not a valid split; chatmill reads all of train')
     name, part = match[1], match[2]
     if part is None:
         return DataSplit(name, None, "")
@@ -90,13 +89,13 @@ def source_name(path: str, taken: list[str]) -> str:
 
 
 def take_model(translation: Translation, keys: TheirKeys, name: str, revision: str, *, tokenizer: str = "") -> None:
-    """Set the local folder of the base model; for a model on the Hub, also add the download command."""
+    """Set the folder of the base model; for a model on the Hub, also add the download command."""
     model, at = keys.text(name), keys.text(revision)
     if model is None:
         if translation.model is not None:
             folder = translation.model
             translation.assume(
-                f"--model is used; the config has no {name}",
+                f"chatmill uses --model, because the config has no {name}",
                 recipe={"tokenizer": folder},
                 train={"init_from_model": folder},
             )
@@ -104,7 +103,7 @@ def take_model(translation: Translation, keys: TheirKeys, name: str, revision: s
             translation.faults.append(f"the config has no {name}; give the model folder as --model")
     else:
         folder, command = _model_folder(translation, model, at)
-        note = f"--model is used instead of {model}" if translation.model is not None else ""
+        note = f"chatmill uses --model instead of {model}" if translation.model is not None else ""
         if command:
             note = "download the model first; chatmill reads models only from folders"
             translation.downloads.append(command)
@@ -125,7 +124,7 @@ def take_model(translation: Translation, keys: TheirKeys, name: str, revision: s
 
 
 def _model_folder(translation: Translation, model: str, revision: str | None) -> tuple[str, str]:
-    """Return the local folder of a model, and the command that downloads the model, or "" for a local model."""
+    """Return the local folder of a model, and the command that downloads it ("" if the model is local)."""
     if translation.model is not None:
         return translation.model, ""
     if is_local(model):

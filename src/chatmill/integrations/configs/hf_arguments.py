@@ -32,18 +32,18 @@ _GROUPS: dict[str, str] = {
     "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision "
     "hub_model_revision": UPLOAD,
     "trackio_space_id trackio_bucket_id trackio_static_space_id": TRACKER,
-    "run_name project": ("set this through the tracker's environment variable, such as WANDB_NAME or WANDB_PROJECT"),
-    "optim_args optim_target_modules": "this is an option of another optimizer, and has no effect",
+    "run_name project": ("set an environment variable of the tracker instead, such as WANDB_NAME or WANDB_PROJECT"),
+    "optim_args optim_target_modules": "this option is for another optimizer and has no effect",
     "label_smoothing_factor": "chatmill does not smooth labels; the loss will differ",
     "neftune_noise_alpha": "chatmill does not add noise to embeddings; the loss will differ",
-    "auto_find_batch_size": "chatmill does not adapt the batch size; --estimate shows whether the run fits in memory",
-    "eval_delay eval_on_start": "chatmill evaluates val every eval_interval steps and at the end",
+    "auto_find_batch_size": "chatmill does not adjust the batch size; --estimate shows whether the run fits in memory",
+    "eval_delay eval_on_start": "chatmill evaluates every eval_interval steps and at the end",
     "greater_is_better": "chatmill selects the best checkpoint by the lowest val loss",
-    "save_only_model": "checkpoints also contain the optimizer state, so a run can be resumed",
+    "save_only_model": "checkpoints also contain the optimizer state, so that a run can resume",
     "do_predict": "each evaluation generates eval_samples answers; use `chatmill chat` to generate more",
     "overwrite_output_dir": "chatmill does not overwrite a run; give each run a new --model_name",
     "do_train": "`chatmill train` always trains, so this key has no effect",
-    "do_eval": "chatmill evaluates val if the dataset has a val split",
+    "do_eval": "chatmill evaluates if the dataset has a val split",
     "resume_from_checkpoint": (
         "chatmill cannot resume checkpoints of other trainers; the run starts from the base model"
     ),
@@ -52,9 +52,9 @@ NOTES = {name: note for names, note in _GROUPS.items() for name in names.split()
 
 
 def take_training_arguments(translation: Translation, keys: TheirKeys, names: RunNames, *, checkpointing: bool) -> bool:
-    """Read all keys of TrainingArguments that have a counterpart in chatmill; return whether the run evaluates.
+    """Read the keys of TrainingArguments; return whether the run evaluates.
 
-    `checkpointing` states whether the trainer uses activation checkpointing by default.
+    `checkpointing` is the trainer's default for activation checkpointing.
     """
     take_run(translation, keys, names)
     take_seed(translation, keys, 42)
@@ -78,7 +78,7 @@ def take_training_arguments(translation: Translation, keys: TheirKeys, names: Ru
             translation.default(
                 keys.path("metric_for_best_model"),
                 metric,
-                note="chatmill also selects the best checkpoint by the val loss",
+                note="chatmill also uses the val loss to select the best checkpoint",
             )
         else:
             note = "chatmill selects the best checkpoint by the lowest val loss"

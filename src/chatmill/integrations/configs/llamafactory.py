@@ -43,7 +43,7 @@ STAGES = {
     "kto": "chatmill supports only SFT, not preference training",
 }
 PARENTS = 4
-"""Number of parent folders of a run config that are searched for the data folder."""
+"""How many parent folders of a run config are searched for the data folder."""
 
 
 def import_llamafactory(
@@ -56,10 +56,9 @@ def import_llamafactory(
 ) -> ImportedConfig:
     """Convert a dataset_info.json, a run config or both, with a report on each key.
 
-    `path` and `train` may be given in either order. If only a run config is given, dataset_info.json is read from its
-    `dataset_dir`. If only dataset_info.json is given, the recipe contains the given `datasets`, or by default all
-    datasets that can be used for SFT. `ranks` is the number of GPUs. `model` is the folder of a base model to use
-    instead of the model in the config.
+    `path` and `train` may be given in either order. Without a dataset_info.json, the file in the run config's
+    `dataset_dir` is read. Without a run config, the recipe contains the given `datasets`, by default all datasets for
+    SFT. `ranks` is the number of GPUs. `model` is the folder of a base model that replaces the model in the config.
     """
     info, run = _which(path, train)
     values = read_config(run, "a LLaMA-Factory config in YAML") if run is not None else {}
@@ -83,7 +82,7 @@ def import_llamafactory(
 
 
 def _which(path: str | Path, train: str | Path | None) -> tuple[Place | None, Place | None]:
-    """Return the path of the dataset_info.json and the path of the run config; None for a file that is not given."""
+    """Return the paths of dataset_info.json and of the run config; None for a file that is not given."""
     files = [place(each) for each in (path, train) if each is not None]
     info = [each for each in files if each.name.lower().endswith(".json")]
     run = [each for each in files if each.name.lower().endswith((".yaml", ".yml"))]
@@ -93,7 +92,7 @@ def _which(path: str | Path, train: str | Path | None) -> tuple[Place | None, Pl
 
 
 def _import_info(translation: Translation, path: Place, names: Sequence[str]) -> list[str]:
-    """Import datasets without a run config, and report the datasets that cannot be used for SFT."""
+    """Import datasets without a run config, and report the datasets that are not for SFT."""
     entries = read_config(path, "a dataset_info.json")
     if unknown := [name for name in names if name not in entries]:
         raise DataError(f'{path}: does not contain the dataset "{one_line(unknown[0])}"')
@@ -110,13 +109,13 @@ def _import_info(translation: Translation, path: Place, names: Sequence[str]) ->
     if names and len(names) < len(entries):
         translation.assume(f"unused datasets in the file: {len(entries) - len(names)}")
     train: dict[str, Any] = {"use_loss_mask": True, "block_size": 2048}
-    note = "without a run config, rows use LLaMA-Factory's defaults, and other settings use chatmill's defaults"
+    note = "without a run config, rows have LLaMA-Factory's defaults, and other settings have chatmill's defaults"
     translation.assume(note, recipe={"max_tokens": 2048}, train=train)
     if translation.model is not None:
         ours = {"recipe": {"tokenizer": translation.model}, "train": {"init_from_model": translation.model}}
         translation.assume("--model sets the model folder", **ours)
     else:
-        translation.assume("without --model FOLDER, `chatmill train` trains a small new byte-level model")
+        translation.assume("without --model FOLDER, `chatmill train` trains a small byte-level model from scratch")
     return list(entries)
 
 
@@ -165,12 +164,12 @@ def _take_adapters(translation: Translation, keys: TheirKeys) -> None:
         note = "chatmill uses NF4 with double quantization"
         translation.take(keys.path("quantization_bit"), bits, train={"quantize": "nf4"}, note=note)
     elif bits is not None:
-        note = "chatmill keeps the stored precision of the base model, which takes more memory"
+        note = "chatmill loads the base model in its stored precision, which takes more memory"
         translation.none(keys.path("quantization_bit"), bits, note)
 
 
 def _take_training(translation: Translation, keys: TheirKeys) -> bool:
-    """Read TrainingArguments and LLaMA-Factory's own training keys; return whether the run evaluates."""
+    """Read the training keys; return whether the run evaluates."""
     disabled = keys.switch("disable_gradient_checkpointing")
     checkpoints = {"activation_checkpointing": not disabled}
     if disabled is not None:
@@ -209,7 +208,7 @@ def _take_training(translation: Translation, keys: TheirKeys) -> bool:
 def _take_data(
     translation: Translation, keys: TheirKeys, info: Place | None, run: Place, *, evaluates: bool
 ) -> list[str]:
-    """Read the datasets of a run and the settings for their rows; return the names of the datasets."""
+    """Read the datasets of a run and the keys for their rows; return the names of the datasets."""
     folder = keys.text("dataset_dir")
     names, others = keys.texts("dataset", separator=","), keys.texts("eval_dataset", separator=",")
     if not names:
@@ -251,11 +250,9 @@ def _take_data(
 
 
 def _find_info(translation: Translation, folder: str | None, run: Place) -> Path | None:
-    """Return the path of dataset_info.json in `dataset_dir`, relative to the current folder or to a parent of the
-    config.
-    """
+    """Find dataset_info.json in `dataset_dir`, relative to the current folder or to a parent of the config."""
     if folder is not None and (folder.startswith("REMOTE:") or folder == "ONLINE"):
-        translation.faults.append(f"dataset_dir is {folder}; download the data, and also give its {DATASET_INFO}")
+        translation.faults.append(f"dataset_dir is {folder}; download the data, and also pass its {DATASET_INFO}")
         return None
     name = Path(folder or "data") / DATASET_INFO
     above = list(run.resolve().parents)[:PARENTS] if isinstance(run, Path) else []
@@ -263,5 +260,5 @@ def _find_info(translation: Translation, folder: str | None, run: Place) -> Path
     for each in places:
         if each.is_file():
             return each
-    translation.faults.append(f"{name} does not exist in this folder or above the config; also give the {DATASET_INFO}")
+    translation.faults.append(f"{name} is not in the current folder or above the config; also pass the {DATASET_INFO}")
     return None

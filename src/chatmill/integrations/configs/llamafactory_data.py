@@ -22,12 +22,12 @@ TAGS = {
     "function_tag": ("", "function_call"),
     "system_tag": ("system", "system"),
 }
-"""Maps each of LLaMA-Factory's tags to chatmill's name and to LLaMA-Factory's default value."""
-INPUT_NOTE = "chatmill writes an empty line between instruction and input, unlike LLaMA-Factory"
+"""Maps each tag of LLaMA-Factory to chatmill's name and to the default of the tag."""
+INPUT_NOTE = "unlike LLaMA-Factory, chatmill writes an empty line between instruction and input"
 
 
 def why_not_sft(entry: Mapping[str, Any]) -> str | None:
-    """Return why an entry of dataset_info.json cannot be used for SFT on text; None for a usable entry."""
+    """Return why an entry of dataset_info.json cannot be used for SFT, or None."""
     columns = entry.get("columns") if isinstance(entry.get("columns"), dict) else {}
     assert isinstance(columns, dict)
     if entry.get("ranking") or any(columns.get(name) for name in PREFERENCES):
@@ -37,14 +37,14 @@ def why_not_sft(entry: Mapping[str, Any]) -> str | None:
     if "script_url" in entry:
         return "a script loads the dataset, but chatmill does not run code from datasets"
     if not any(name in entry for name in ("file_name", "hf_hub_url", "cloud_file_name")):
-        return "the dataset is neither a file nor on the Hugging Face Hub; download it, and set file_name"
+        return "chatmill reads only files and the Hugging Face Hub; download the dataset, and set file_name"
     return None
 
 
 def take_entry(translation: Translation, name: str, entry: Any, folder: Place, *, only_val: bool = False) -> None:
-    """Convert one entry of dataset_info.json to a source; an entry that cannot be used makes the import fail."""
+    """Convert one entry of dataset_info.json to a source; an unusable entry makes the import fail."""
     if not isinstance(entry, dict):
-        translation.refuse(name, entry, "expected a table as an entry of dataset_info.json")
+        translation.refuse(name, entry, "an entry of dataset_info.json must be a table")
         return
     if reason := why_not_sft(entry):
         translation.refuse(name, entry, reason)
@@ -77,7 +77,7 @@ def take_entry(translation: Translation, name: str, entry: Any, folder: Place, *
         note = INPUT_NOTE if formatting == "alpaca" else ""
         translation.take(keys.path("formatting"), formatting, other={"shape": shape}, note=note)
     if (count := keys.integer("num_samples", least=1)) is not None:
-        note = "chatmill reads the first rows; LLaMA-Factory samples rows, and repeats the rows of smaller datasets"
+        note = "chatmill reads the first rows; LLaMA-Factory samples rows, and repeats rows of smaller datasets"
         translation.take(keys.path("num_samples"), count, source=(number, {"max_samples": count}), note=note)
     translation.close(
         keys,
@@ -90,7 +90,7 @@ def take_entry(translation: Translation, name: str, entry: Any, folder: Place, *
 
 
 def _take_place(translation: Translation, keys: TheirKeys, number: int, folder: Place) -> None:
-    """Read the location of the records. Among several locations, the Hub takes precedence, as in LLaMA-Factory."""
+    """Read the location of the records; like in LLaMA-Factory, the Hub takes precedence over a file."""
     values = {name: keys.text(name) for name in ("hf_hub_url", "cloud_file_name", "file_name")}
     subset, split, sub_folder = keys.text("subset"), keys.text("split"), keys.text("folder")
     key, path = next(((name, value) for name, value in values.items() if value is not None), ("file_name", None))
@@ -143,7 +143,7 @@ def _take_messages(
     tags: Mapping[str, Any] | None,
     renamed: dict[str, Any],
 ) -> str:
-    """Read columns and tags; return `sharegpt` if the message keys have ShareGPT's names, otherwise `messages`."""
+    """Read columns and tags; return the shape of the records."""
     table = TheirKeys(columns or {}, translation, keys.path("columns."))
     messages = table.text("messages")
     # If an entry has `tags`, LLaMA-Factory uses default values only for `role_tag` and `content_tag`.

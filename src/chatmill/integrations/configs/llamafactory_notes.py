@@ -1,4 +1,4 @@
-"""Notes on LLaMA-Factory keys that have no counterpart in chatmill, and on how this affects training."""
+"""Notes on LLaMA-Factory keys that have no counterpart in chatmill."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _GROUPS: dict[str, str] = {
     "rope_scaling": "chatmill uses config.json in the model folder unchanged; edit that file",
     "moe_aux_loss_coef": "chatmill does not use an auxiliary loss to balance experts; the loss will differ",
     "train_from_scratch": "chatmill uses the weights in the model folder; the loss will differ",
-    "quantization_method": ("chatmill quantizes with bitsandbytes NF4, and rejects models that are already quantized"),
+    "quantization_method": "chatmill quantizes to NF4 with bitsandbytes, and rejects quantized models",
     "quantization_type double_quantization": "chatmill uses NF4 with double quantization for 4-bit weights",
     "additional_target": "chatmill trains only the adapters, not these modules; the loss will differ",
     "loraplus_lr_ratio loraplus_lr_embedding": (
@@ -42,13 +42,13 @@ _GROUPS: dict[str, str] = {
     ),
     "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules module_dropout oft_rank "
     "oft_block_size oft_target freeze_vision_tower freeze_multi_modal_projector freeze_language_model": (
-        "this is an option of another tuning method, and has no effect"
+        "this option is for another tuning method and has no effect"
     ),
     "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise "
     "apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type "
     "apollo_scale_type apollo_layerwise apollo_scale_front badam_mode badam_start_block badam_switch_mode "
     "badam_switch_interval badam_update_ratio badam_mask_mode badam_verbose": (
-        "this is an option of another optimizer, and has no effect"
+        "this option is for another optimizer and has no effect"
     ),
     "asft_alpha eaft_alpha": "chatmill uses plain cross entropy; the loss will differ",
     "pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight "
@@ -57,14 +57,14 @@ _GROUPS: dict[str, str] = {
     "reward_model_adapters reward_model_quantization_bit reward_model_type ld_alpha": PREFERENCE,
     "use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key "
     "swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret": TRACKER,
-    "ignore_pad_token_for_loss": "chatmill never trains padding",
+    "ignore_pad_token_for_loss": "chatmill never trains on padding",
     "eval_on_each_dataset": "chatmill always evaluates each source of val separately",
     "eval_num_beams predict_with_generate do_sample temperature top_p top_k num_beams max_length "
     "max_new_tokens repetition_penalty length_penalty skip_special_tokens": (
-        "chatmill decodes answers greedily in evaluations; use `chatmill chat` to sample"
+        "evaluations use greedy decoding; use `chatmill chat` to sample"
     ),
     "tool_format": "the chat template renders tools",
-    "default_system": "chatmill does not add a system message, but the chat template may write one",
+    "default_system": "chatmill does not add a system message, but the chat template may add one",
     "preserve_thinking": "the chat template determines which reasoning is rendered; see unroll",
     "use_llama_pro mixture_of_depths use_mca use_megatron_bridge use_hyper_parallel use_kt "
     "hyper_parallel_args hyper_parallel_cp_size kt_cpu_activation kt_weight_path "

@@ -11,12 +11,12 @@ def take_mixing(translation: Translation, keys: TheirKeys) -> None:
     strategy, shares = keys.text("mix_strategy"), keys.texts("interleave_probs", separator=",")
     if strategy is not None:
         if strategy == "concat":
-            translation.default(keys.path("mix_strategy"), strategy, note="chatmill trains each row once per epoch")
+            translation.default(keys.path("mix_strategy"), strategy, note="chatmill trains on each row once per epoch")
         elif shares is None:
             translation.none(
                 keys.path("mix_strategy"),
                 strategy,
-                "chatmill trains each row once per epoch; set weights to change this",
+                "chatmill trains on each row once per epoch; set weights to change this",
             )
         else:
             note = "an epoch has as many rows as all sources together"
@@ -33,8 +33,8 @@ def take_mixing(translation: Translation, keys: TheirKeys) -> None:
             keys.path("interleave_probs"), shares, note="this key has no effect with mix_strategy concat"
         )
     elif len(numbers) != len(trained) or not all(0 < number < 1e6 for number in numbers):
-        translation.faults.append("interleave_probs must have a positive number for each dataset")
-        translation.none(keys.path("interleave_probs"), shares, "this value is not understood")
+        translation.faults.append("interleave_probs must contain one positive number per dataset")
+        translation.none(keys.path("interleave_probs"), shares, "chatmill does not understand this value")
     else:
         for source, number in zip(trained, numbers, strict=True):
             source["weight"] = number
@@ -51,7 +51,7 @@ def take_rows(translation: Translation, keys: TheirKeys) -> None:
     take_length(translation, keys, "cutoff_len", 2048, "exchanges", CUT_AT_THE_END)
     inputs, last = keys.switch("train_on_prompt"), keys.switch("mask_history")
     if inputs is None:
-        translation.assume("LLaMA-Factory trains only answers by default", train={"use_loss_mask": True})
+        translation.assume("LLaMA-Factory trains only on answers by default", train={"use_loss_mask": True})
     else:
         translation.take(keys.path("train_on_prompt"), inputs, train={"use_loss_mask": not inputs})
     if last is not None:

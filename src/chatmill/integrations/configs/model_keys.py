@@ -10,7 +10,7 @@ from chatmill.integrations.configs.report import IS_OFF, OFF, TheirKeys, Transla
 
 NF4 = "chatmill uses NF4 with double quantization"
 HEADS = ("lm_head", "embed_out", "output")
-"""Names of output heads, for which chatmill does not support adapters."""
+"""Names of output heads, which cannot have adapters in chatmill."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LoraNames:
 
 
 def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, used: bool, all_linear: str = "") -> None:
-    """Read the LoRA keys; `all_linear` names a separate key that selects all linear layers."""
+    """Read the LoRA keys; `all_linear` is the name of a separate key that selects all linear layers."""
     rank, alpha = keys.integer(names.rank, least=1, most=2**20), keys.number("lora_alpha")
     dropout, targets = keys.number(names.dropout, most=1), keys.texts(names.targets, separator=names.separator)
     rslora = keys.switch(names.rslora)
@@ -52,7 +52,7 @@ def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, us
     sizes |= {"alpha": scale * math.sqrt(sizes["r"]) if rslora else scale}
     sizes |= {"dropout": float(names.default_dropout if dropout is None else dropout)}
     sizes["targets"], left_out = _targets(targets, names, linear=bool(linear))
-    # Set the whole `lora` table; the code below only reports each imported key.
+    # This sets the whole `lora` table; the code below only reports.
     translation.train["lora"] = sizes
     assumed = []
     for name, value, part in (
@@ -65,10 +65,10 @@ def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, us
         else:
             translation.take(keys.path(name), value, other={f"lora.{part}": sizes[part]})
     if rslora is not None:
-        note = "chatmill multiplies alpha by the square root of r, which gives the same scale" if rslora else IS_OFF
+        note = "chatmill multiplies alpha by the square root of r instead; the scale is the same" if rslora else IS_OFF
         translation.default(keys.path(names.rslora), rslora, note=note)
     if targets is not None:
-        note = f"chatmill does not support an adapter on the output head ({', '.join(left_out)})" if left_out else ""
+        note = f"chatmill does not support adapters on the output head ({', '.join(left_out)})" if left_out else ""
         translation.take(keys.path(names.targets), targets, other={"lora.targets": sizes["targets"]}, note=note)
     if linear is not None:
         if linear:
@@ -84,7 +84,7 @@ def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, us
 
 
 def _targets(targets: list[str] | None, names: LoraNames, *, linear: bool) -> tuple[Any, list[str]]:
-    """Return the LoRA target modules without output heads, and the names of the omitted output heads."""
+    """Split the target modules into supported modules and output heads."""
     if linear or targets in ([names.all_linear], ["all-linear"]):
         return "all-linear", []
     if targets is None:
@@ -93,7 +93,7 @@ def _targets(targets: list[str] | None, names: LoraNames, *, linear: bool) -> tu
     kept = [name for name in targets if name not in HEADS]
     if not kept:
         return "all-linear", left_out
-    # Like peft, treat a single name that contains one of these characters as a regular expression.
+    # Like peft, treat a single name with one of these characters as a regular expression.
     is_expression = len(kept) == 1 and any(character in kept[0] for character in "\\*+|()[]^$")
     return (kept[0] if is_expression else kept), left_out
 
@@ -111,7 +111,7 @@ def take_four_bits(translation: Translation, keys: TheirKeys, name: str, *, lora
         translation.none(
             keys.path(name),
             value,
-            "chatmill quantizes weights only if it trains adapters, because 4-bit weights cannot be trained",
+            "chatmill quantizes weights only with adapters, because 4-bit weights cannot be trained",
         )
     else:
         translation.take(keys.path(name), value, train={"quantize": "nf4"}, note=NF4)
@@ -120,7 +120,7 @@ def take_four_bits(translation: Translation, keys: TheirKeys, name: str, *, lora
 def take_eight_bits(translation: Translation, keys: TheirKeys, name: str = "load_in_8bit") -> None:
     value = keys.switch(name)
     if value:
-        note = "chatmill keeps the stored precision of the base model, which takes about twice the memory"
+        note = "chatmill loads the base model in its stored precision, which takes about twice the memory"
         translation.none(keys.path(name), value, note)
     elif value is not None:
         translation.default(keys.path(name), value, note=IS_OFF)
@@ -138,7 +138,7 @@ def take_precision(translation: Translation, keys: TheirKeys, *, bf16: str = "bf
             translation.take(keys.path(bf16), brain, train={"dtype": "float32"})
         else:
             translation.faults.append(f"{keys.path(bf16)} is {brain!r}; expected true, false or auto")
-            translation.none(keys.path(bf16), brain, "this value is not understood")
+            translation.none(keys.path(bf16), brain, "chatmill does not understand this value")
     if half is not None:
         if half in (True, "true"):
             note = "chatmill does not support float16, and uses bfloat16 on a GPU"
@@ -164,7 +164,7 @@ def take_checkpointing(translation: Translation, keys: TheirKeys, *, default: bo
         translation.take(keys.path("gradient_checkpointing"), value, train=taken, note=note)
     else:
         translation.faults.append(f"{keys.path('gradient_checkpointing')} is {value!r}; expected true or false")
-        translation.none(keys.path("gradient_checkpointing"), value, "this value is not understood")
+        translation.none(keys.path("gradient_checkpointing"), value, "chatmill does not understand this value")
     offload = keys.pop("activation_offloading")
     if offload is not None and offload not in OFF:
         translation.take(keys.path("activation_offloading"), offload, train={"activation_offload": True})
@@ -196,7 +196,6 @@ def take_sharding(translation: Translation, keys: TheirKeys) -> None:
 
 
 def _is_stage_3(value: Any) -> bool:
-    """Return whether a DeepSpeed config, given as a table or a file name, uses ZeRO-3."""
     if isinstance(value, dict):
         zero = value.get("zero_optimization")
         return isinstance(zero, dict) and zero.get("stage") == 3

@@ -16,17 +16,17 @@ from chatmill.remote.urls import Place, place
 LIMIT = 1 << 20
 """Maximum size of a config file in bytes."""
 MOST_VALUES = 100_000
-"""Maximum number of values in a config; the values of a YAML alias count each time the alias is used."""
+"""Maximum number of values in a config, with YAML aliases expanded."""
 DEPTH = 50
 
 
 def read_config(path: str | Place, what: str) -> dict[str, Any]:
-    """Return the config in a local file or at a URL; `what` describes the expected file in error messages."""
+    """Read a config from a file or URL; `what` describes the expected file in error messages."""
     name = str(place(path))
     try:
         local = local_file(path if isinstance(path, str | Path) else path.address, limit=LIMIT)
         if (size := check_plain(local)) > LIMIT:
-            raise DataError(f"{name}: has {size:,} bytes; expected {what} of at most {LIMIT:,} bytes")
+            raise DataError(f"{name}: is {size:,} bytes; expected {what} of at most {LIMIT:,} bytes")
         data = read_plain(local, LIMIT)
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror}); expected {what}") from None
@@ -63,7 +63,7 @@ def _parse_json(data: bytes, name: str) -> Any:
 
 
 def _check_size(table: Mapping[Any, Any], name: str) -> None:
-    """Raise `DataError` for too many values, deep nesting, non-finite numbers and lone surrogates."""
+    """Reject too many values, deep nesting, non-finite numbers and lone surrogates."""
     left: list[tuple[Any, int]] = [(table, 0)]
     count = 0
     while left:

@@ -1,4 +1,4 @@
-"""Convert the keys of another trainer's config to chatmill's keys, and report on each key."""
+"""Convert each key of another trainer's config to chatmill's keys, and report on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chatmill.train.config import TrainConfig
 Status = Literal["taken", "default", "none", "unknown"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "None")
-"""Values with which a config turns a feature off."""
+"""Values that turn a feature off."""
 UNSET = "not set"
 HIDDEN = "(hidden)"
 _KEYS = {config: keys_of(config) for config in (Job, InputSource, TrainConfig)}
@@ -35,7 +35,7 @@ class KeyResult:
     value: Any
     status: Status
     ours: Mapping[str, Any] = field(default_factory=dict)
-    """The recipe and train config keys that the imported key sets."""
+    """The chatmill keys that the imported key sets."""
     note: str = ""
     """The effect of the imported key, or an explanation."""
 
@@ -43,7 +43,7 @@ class KeyResult:
         object.__setattr__(self, "value", _without_secrets(self.key, self.value))
 
     def __str__(self) -> str:
-        """Return the report on the key as one line: `key: value -> ours; note`."""
+        """Return `key: value -> ours; note`."""
         line = f"{self.key}: {shown(self.value)}"
         if self.ours:
             line += " -> " + ", ".join(f"{name} {shown(value)}" for name, value in self.ours.items())
@@ -52,7 +52,7 @@ class KeyResult:
 
 @dataclass(frozen=True)
 class Assumption:
-    """A value that the imported config does not set, such as a default of the trainer."""
+    """A value that the imported config does not set, such as a default of its trainer."""
 
     ours: Mapping[str, Any]
     note: str
@@ -63,14 +63,14 @@ class Assumption:
 
 
 def shown(value: Any, longest: int = 80) -> str:
-    """Return a value as one line of JSON of at most `longest` characters; plain strings have no quotes."""
+    """Return a value as one line of JSON of at most `longest` characters, without quotes around plain strings."""
     if isinstance(value, str) and value and value == value.strip() and "\n" not in value:
         return one_line(value, longest)
     return one_line(json.dumps(value, ensure_ascii=False, default=str), longest)
 
 
 def _without_secrets(key: str, value: Any) -> Any:
-    """Return a value without API keys, and without user names and passwords in URLs."""
+    """Hide API keys, and user names and passwords in URLs."""
     if value in OFF or isinstance(value, bool):
         return value
     if _SECRET.search(key):
@@ -83,7 +83,7 @@ def _without_secrets(key: str, value: Any) -> Any:
 
 
 class TheirKeys:
-    """A table of the imported config. Reading a key removes the key; `left` lists the keys that were not read."""
+    """A table of the imported config. Reading a key removes it; `left` lists the keys that were not read."""
 
     def __init__(self, values: Mapping[Any, Any], translation: Translation, prefix: str = "") -> None:
         self._values = {str(name): value for name, value in values.items()}
@@ -104,11 +104,10 @@ class TheirKeys:
         return f"{self._prefix}{name}"
 
     def peek(self, name: str) -> Any:
-        """Return the value of a key without removing the key."""
         return self._values.get(name)
 
     def pop(self, name: str) -> Any:
-        """Remove a key and return its value; None if the key is missing or null. A null key is reported as not set."""
+        """Remove a key and return its value; report a null value as not set."""
         if name not in self._values:
             return None
         value = self.taken_out[self.path(name)] = self._values.pop(name)
@@ -153,7 +152,7 @@ class TheirKeys:
         )
 
     def text_or_no(self, name: str) -> str | None:
-        """Remove a key and return its string; return `no` for false, because YAML reads `no` as false."""
+        """Remove a key and return its string. YAML reads `no` as false, so return `no` for false."""
         value = self.pop(name)
         value = "no" if value is False else value
         return (
@@ -163,7 +162,7 @@ class TheirKeys:
         )
 
     def texts(self, name: str, *, separator: str | None = None) -> list[str] | None:
-        """Remove a key and return its list of strings; a single string is split at `separator`, if given."""
+        """Remove a key and return its list of strings; `separator` splits a single string."""
         value = self.pop(name)
         if isinstance(value, str):
             value = [part.strip() for part in value.split(separator)] if separator else [value]
@@ -183,7 +182,7 @@ class TheirKeys:
 
     def _wrong(self, name: str, value: Any, expected: str) -> Any:
         self._translation.faults.append(f"{self.path(name)} is {shown(value)}; expected {expected}")
-        self._translation.none(self.path(name), value, "this value is not understood")
+        self._translation.none(self.path(name), value, "chatmill does not understand this value")
         return None
 
 
@@ -200,9 +199,9 @@ class Translation:
         self.results: list[KeyResult] = []
         self.assumptions: list[Assumption] = []
         self.faults: list[str] = []
-        """Error messages about values of the wrong type and settings that chatmill does not support."""
+        """Error messages about wrong types and unsupported settings."""
         self.chat_template: str | None = None
-        """Text of the chat template to write next to the recipe; None if the recipe does not need one."""
+        """The chat template to write next to the recipe, or None."""
         self.downloads: list[str] = []
         """Commands that download models from the Hub."""
         self.run_name: str | None = None
@@ -219,10 +218,7 @@ class Translation:
         other: Mapping[str, Any] | None = None,
         note: str = "",
     ) -> None:
-        """Set recipe, train config and source keys from an imported key; `other` keys are only reported.
-
-        The imported key has status `default` if all values equal chatmill's defaults.
-        """
+        """Set chatmill keys from an imported key; `other` keys are only reported."""
         ours = {**(recipe or {}), **(train or {}), **(other or {})}
         origin = f"{key}: {shown(value, 60)}"
         self.recipe.update(recipe or {})
@@ -243,7 +239,7 @@ class Translation:
         self.results.append(KeyResult(key, value, "default" if is_default else "taken", ours, note))
 
     def default(self, key: str, value: Any, *, note: str) -> None:
-        """Report an imported key that requires no change, because chatmill already behaves that way."""
+        """Report an imported key that requires no change."""
         self.results.append(KeyResult(key, value, "default", {}, note))
 
     def none(self, key: str, value: Any, note: str) -> None:
@@ -266,7 +262,7 @@ class Translation:
         self.assumptions.append(Assumption(ours, note))
 
     def close(self, keys: TheirKeys, notes: Mapping[str, str], *, off: Mapping[str, Any] | None = None) -> None:
-        """Report every key that was not read: with its note from `notes`, or as unknown if it has no note."""
+        """Report the keys that were not read: with their note, or as unknown without a note."""
         for name in keys.left:
             if name not in notes:
                 value = keys.peek(name)
@@ -280,9 +276,9 @@ class Translation:
                     self.none(keys.path(name), value, notes[name])
 
     def settle(self) -> None:
-        """Report all keys that are not in the report yet, so that the report is complete."""
+        """Complete the report: add every key that is not in it."""
         reported = {part for each in self.results for part in _paths(each.key)}
-        # Start with nested tables, because a report on a nested key also covers the parent table.
+        # Nested tables come first, because a report on a nested key also covers its parents.
         for table in reversed(self.tables):
             unread = {table.path(name): table.peek(name) for name in table.left}
             for path, value in {**table.taken_out, **unread}.items():
@@ -295,23 +291,21 @@ class Translation:
                 reported.update(_paths(path))
 
     def check(self) -> None:
-        """If there are faults, raise a `DataError` that lists all of them."""
         if self.faults:
             raise DataError(f"{self.place}: " + "; ".join(self.faults))
 
     def ordered(self, order: Iterable[str]) -> list[KeyResult]:
-        """Return the report on each key, in the order of the imported file."""
         rank = {name: number for number, name in enumerate(order)}
         return sorted(self.results, key=lambda result: rank.get(result.key.split("[")[0].split(".")[0], len(rank)))
 
 
 def _paths(key: str) -> list[str]:
-    """Return the path of a key and all its parents: `a[0].b` -> `a[0].b`, `a[0]`, `a`."""
+    """Return the path of a key and of its parents: `a[0].b` -> `a[0].b`, `a[0]`, `a`."""
     return [key, *(key[: match.start()] for match in re.finditer(r"[.\[]", key))]
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Return whether two values are equal; unlike in Python, False differs from 0, and True from 1."""
+    """Compare two values; unlike in Python, False differs from 0, and True from 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 

@@ -9,16 +9,16 @@ from typing import Any
 from chatmill.integrations.configs.report import TheirKeys, Translation
 
 VAL_SHARE = 0.01
-"""Validation fraction to use if a config gives a number of rows instead of a fraction."""
+"""The validation fraction, if a config sets a number of rows instead."""
 CUT_AT_THE_END = (
     "the trainer truncates the end of longer rows; chatmill removes whole exchanges from the start, "
     "and drops rows that still do not fit"
 )
-TEXT_CUT = "chatmill splits longer texts into several rows, so that all tokens are trained"
+TEXT_CUT = "chatmill splits longer texts into several rows, and trains on all tokens"
 
 
 def take_length(translation: Translation, keys: TheirKeys, name: str, default: int, fit: str, note: str) -> None:
-    """Read the maximum length of rows, and how longer rows are truncated or dropped."""
+    """Read the maximum row length; `fit` sets what happens to longer rows."""
     length = keys.integer(name, least=2, most=2**24)
     recipe, train = {"max_tokens": length or default, "fit": fit}, {"block_size": length or default}
     if length is not None:
@@ -48,7 +48,7 @@ def take_val_size(translation: Translation, keys: TheirKeys, name: str, *, other
     elif 0 <= size < 1:
         translation.take(keys.path(name), size, recipe={"val_split": float(size)})
     else:
-        note = f"chatmill expects a fraction, not a number of rows, and assumes {VAL_SHARE:g}; check val_split"
+        note = f"chatmill expects a fraction, not a number of rows, and uses {VAL_SHARE:g}; check val_split"
         translation.take(keys.path(name), size, recipe={"val_split": VAL_SHARE}, note=note)
     return other_val or bool(size)
 
@@ -57,13 +57,13 @@ def without_val(translation: Translation) -> None:
     """Turn off evaluation, because the run has no validation data."""
     for name in ("early_stop_patience", "keep_best"):
         if translation.train.pop(name, None) is not None:
-            translation.assume(f"{name} is left out, because the run has no validation data")
+            translation.assume(f"chatmill omits {name}, because the run has no validation data")
     if translation.train.get("eval_interval") != 0:
         translation.assume("the run has no validation data", train={"eval_interval": 0})
 
 
 def use_template(translation: Translation, key: str, text: str) -> None:
-    """Set the recipe's chat template, which is given as a template or as the path of a file."""
+    """Set the recipe's chat template, given as text or as a path."""
     if re.search(r"\{[{%#]", text):
         translation.chat_template = text if text.endswith("\n") else text + "\n"
         translation.take(key, text, other={"format": "template", "chat_template": "written next to the recipe"})
@@ -72,6 +72,5 @@ def use_template(translation: Translation, key: str, text: str) -> None:
 
 
 def template_args(translation: Translation, key: str, values: dict[str, Any]) -> None:
-    """Set the variables of the chat template in the recipe."""
     taken = [f"{name}={json.dumps(value)}" for name, value in values.items()]
     translation.take(key, values, recipe={"template_args": taken})

@@ -1,4 +1,4 @@
-"""Read keys for batch size, optimizer, schedule and run length, whose names and defaults differ between trainers."""
+"""Read keys for batch size, optimizer, schedule and run length."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from chatmill.integrations.configs.report import TheirKeys, Translation
 
-EIGHT_BIT = "chatmill uses bfloat16 weights and adapters with stochastic rounding, and 8-bit moments"
+EIGHT_BIT = "chatmill uses 8-bit moments, and bfloat16 weights with stochastic rounding"
 PAGED = "chatmill does not page the optimizer state to host memory"
 OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(
@@ -26,7 +26,7 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "muon": ("muon", "chatmill scales the updates to the RMS of AdamW updates"),
     "adafactor": (
         "adafactor",
-        "chatmill's learning rate is relative to the RMS of each weight; use a rate about 30 times higher",
+        "chatmill's learning rate is relative to the RMS of each weight matrix; make it about 30 times higher",
     ),
 }
 SCHEDULES = {
@@ -40,7 +40,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class RunNames:
-    """A trainer's names and defaults for the keys that set batch size, optimizer, schedule and run length."""
+    """A trainer's names and defaults for the keys of this module."""
 
     micro_batch: str = "per_device_train_batch_size"
     optimizer: str = "optim"
@@ -55,7 +55,6 @@ class RunNames:
 
 
 def take_run(translation: Translation, keys: TheirKeys, names: RunNames, *, default_steps: int = 1) -> None:
-    """Read the keys for batch size, optimizer, schedule and length of a run."""
     _take_batch(translation, keys, names, default_steps)
     _take_optimizer(translation, keys, names)
     _take_schedule(translation, keys, names)
@@ -63,7 +62,7 @@ def take_run(translation: Translation, keys: TheirKeys, names: RunNames, *, defa
 
 
 def _take_batch(translation: Translation, keys: TheirKeys, names: RunNames, default_steps: int) -> None:
-    """Set the number of rows per step: micro-batch size × accumulation steps × number of GPUs."""
+    """Set the rows per step: micro-batch size × accumulation steps × GPUs."""
     micro = keys.integer(names.micro_batch, least=1, most=2**20)
     steps = keys.integer("gradient_accumulation_steps", least=1, most=2**20)
     ranks = translation.ranks or 1
@@ -109,7 +108,6 @@ def _take_optimizer(translation: Translation, keys: TheirKeys, names: RunNames) 
 
 
 def _take_schedule(translation: Translation, keys: TheirKeys, names: RunNames) -> None:
-    """Read the learning rate schedule, the final learning rate and the warmup."""
     kind = keys.text(names.schedule)
     options = keys.table("lr_scheduler_kwargs")
     ours = SCHEDULES.get(kind or names.default_schedule)
@@ -134,7 +132,7 @@ def _take_schedule(translation: Translation, keys: TheirKeys, names: RunNames) -
 
 
 def _end_of_schedule(translation: Translation, keys: TheirKeys, options: Mapping[str, Any] | None) -> float | None:
-    """Return the final learning rate from `lr_scheduler_kwargs`, as a fraction of the peak learning rate."""
+    """Return the final learning rate as a fraction of the peak learning rate."""
     if options is None:
         return None
     table = TheirKeys(options, translation, f"{keys.path('lr_scheduler_kwargs')}.")

@@ -1,4 +1,4 @@
-"""Read keys for checkpoints, evaluations, logs, trackers and seeds of a run."""
+"""Read keys for checkpoints, evaluations, logs, trackers and seeds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def take_output_dir(translation: Translation, keys: TheirKeys) -> None:
 
 
 def take_saving(translation: Translation, keys: TheirKeys) -> None:
-    """Read the checkpoint interval in steps; intervals in epochs or fractions of a run have no counterpart."""
+    """Read the checkpoint interval; only intervals in steps have a counterpart."""
     strategy, steps = keys.text_or_no("save_strategy"), keys.number("save_steps")
     often = keys.number("saves_per_epoch")
     at_the_end = {"save_interval": ONLY_AT_THE_END}
@@ -46,7 +46,7 @@ def take_saving(translation: Translation, keys: TheirKeys) -> None:
 
 
 def take_evaluation(translation: Translation, keys: TheirKeys, *, default: bool) -> bool:
-    """Read the keys that set when a run evaluates; return whether it evaluates at all."""
+    """Read when a run evaluates; return whether it evaluates at all."""
     theirs = next((name for name in ("eval_strategy", "evaluation_strategy") if name in keys), "eval_strategy")
     strategy, steps, often = keys.text_or_no(theirs), keys.number("eval_steps"), keys.number("evals_per_epoch")
     evaluates = default or steps is not None or bool(often) or strategy not in (None, "no")

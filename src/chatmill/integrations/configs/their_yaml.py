@@ -1,8 +1,6 @@
-"""Load YAML files like PyYAML, which other trainers use, except that `2e-4` is a number.
+"""Load YAML files as other trainers do: `no`, `yes`, `on`, `off` and `True` are booleans, and `2e-4` is a number.
 
-Axolotl, LLaMA-Factory and TRL read their configs with PyYAML, where `no`, `yes`, `on`, `off` and `True` are booleans.
-Afterwards, they convert strings such as `2e-4` to numbers. This module is imported only for YAML files, because PyYAML
-is optional.
+This module is imported only for YAML files, because PyYAML is optional.
 """
 
 from __future__ import annotations

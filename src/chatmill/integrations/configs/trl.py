@@ -43,14 +43,14 @@ NOTES = HF_NOTES | {
     "trust_remote_code": NO_CODE,
     **dict.fromkeys(("dataset_num_proc", "dataset_streaming", "padding_free", "pad_to_multiple_of"), KERNEL),
     **dict.fromkeys(("eval_packing", "ignore_bias_buffers", "bnb_4bit_quant_storage"), KERNEL),
-    "dtype": "chatmill fine-tunes float32 weights, or bfloat16 weights with adamw8bit and adamw_bf16",
-    "torch_dtype": "chatmill fine-tunes float32 weights, or bfloat16 weights with adamw8bit and adamw_bf16",
+    "dtype": "chatmill trains float32 weights; with adamw8bit and adamw_bf16, it trains bfloat16 weights",
+    "torch_dtype": "chatmill trains float32 weights; with adamw8bit and adamw_bf16, it trains bfloat16 weights",
     "model_init_kwargs": "chatmill loads the model with the settings in the model folder",
     "router_aux_loss_coef": "chatmill does not use an auxiliary loss to balance experts; the loss will differ",
     "shuffle_dataset": "chatmill shuffles rows in each epoch; see epoch_shuffle",
-    "dataset_kwargs": "chatmill does not add tokens beyond those that the chat template writes",
-    "eos_token": "chatmill finds the end of a turn in the chat template, and adds no token to the tokenizer",
-    "pad_token": "chatmill never trains padding, so the padding token has no effect",
+    "dataset_kwargs": "chatmill adds no tokens to those of the chat template",
+    "eos_token": "chatmill finds the end of a turn in the chat template, and adds no tokens",
+    "pad_token": "chatmill never trains on padding, so the padding token has no effect",
     "truncation_mode": CUT_AT_THE_END,
     "lora_modules_to_save": "chatmill trains only the adapters, not these modules; the loss will differ",
     "lora_target_parameters": "all target layers have adapters; the loss will differ",
@@ -125,7 +125,7 @@ def _take_data(translation: Translation, keys: TheirKeys, *, evaluates: bool) ->
         translation.assume("each record is a single text", recipe={"format": "text"})
     elif not shapes:
         translation.assume(
-            "chatmill detects the shape of records; add `format: text` to the recipe if each record is a single text"
+            "chatmill detects the shape of records; add `format: text` to the recipe if each record has only one text"
         )
     packs = take_packing(translation, keys, "packing")
     if (strategy := keys.text("packing_strategy")) is not None:
@@ -155,9 +155,7 @@ def _take_data(translation: Translation, keys: TheirKeys, *, evaluates: bool) ->
 
 
 def _take_mask(translation: Translation, keys: TheirKeys, shapes: set[str], *, is_text: bool) -> None:
-    """Set which tokens are trained. By default, TRL trains whole conversations, but only the completions in
-    prompt-completion data.
-    """
+    """Set the loss mask. By default, TRL trains on whole conversations, but only on completions after prompts."""
     assistant, completion = keys.switch("assistant_only_loss"), keys.switch("completion_only_loss")
     pairs = shapes == {"prompt-completion"}
     masks = bool(assistant) or (pairs and completion is not False)
@@ -165,13 +163,14 @@ def _take_mask(translation: Translation, keys: TheirKeys, shapes: set[str], *, i
         if value is not None:
             translation.take(keys.path(name), value, train={"use_loss_mask": masks})
     if assistant is None and completion is None and not is_text:
-        note = "TRL trains only completions" if pairs else "TRL trains every token unless assistant_only_loss is set"
+        whole = "TRL trains on every token unless assistant_only_loss is set"
+        note = "TRL trains only on completions" if pairs else whole
         unsure = "" if shapes else "; set use_loss_mask to true if records have prompt and completion"
         translation.assume(note + unsure, train={"use_loss_mask": masks})
 
 
 def _take_sources(translation: Translation, keys: TheirKeys, *, evaluates: bool) -> set[str]:
-    """Convert the datasets to sources; return the record shapes that the config determines."""
+    """Convert the datasets to sources; return the record shapes that the config implies."""
     shapes: set[str] = set()
     mixture = keys.table("dataset_mixture")
     entries = keys.tables("datasets")
@@ -209,7 +208,7 @@ def _take_sources(translation: Translation, keys: TheirKeys, *, evaluates: bool)
 
 
 def _take_entry(translation: Translation, keys: TheirKeys, names: tuple[str, str, str], shapes: set[str]) -> None:
-    """Convert one dataset of a mixture; its fraction becomes the share of the dataset that is used in each epoch."""
+    """Convert one dataset of a mixture; its fraction becomes `epochs` of the source."""
     path, config, fraction = keys.text(names[0]), keys.text(names[1]), keys.number(names[2])
     split, files, folder = keys.text("split"), keys.texts("data_files"), keys.text("data_dir")
     if path is None:
@@ -227,7 +226,7 @@ def _take_entry(translation: Translation, keys: TheirKeys, names: tuple[str, str
         if fraction == 1:
             translation.default(keys.path(names[2]), fraction, note="chatmill trains on the whole dataset")
         elif fraction == 0:
-            translation.refuse(keys.path(names[2]), fraction, "a fraction of 0 trains no rows; remove the dataset")
+            translation.refuse(keys.path(names[2]), fraction, "a fraction of 0 selects no rows; remove the dataset")
         else:
             translation.take(keys.path(names[2]), fraction, source=(number, {"epochs": fraction}), note=note)
     if (columns := keys.texts("columns")) is not None:
@@ -272,7 +271,7 @@ def _take_named(
             translation.take(keys.path("dataset_test_split"), test, other={"only_val": True, "inputs": inputs})
         else:
             translation.assume(
-                f"the source {source['name']} is for validation, because TRL evaluates on the test split"
+                f"TRL evaluates on the test split, so the source {source['name']} is for validation"
             )
     elif test is not None:
         note = (

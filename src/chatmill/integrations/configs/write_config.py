@@ -1,4 +1,4 @@
-"""Write an imported config as recipe.yaml, train.json, an optional chat template and the report on its keys."""
+"""Write an imported config as a recipe, a train config, an optional chat template and a report on its keys."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ImportedConfig:
 
     @classmethod
     def of(cls, translation: Translation, order: Sequence[str]) -> ImportedConfig:
-        """Return the result of a conversion; if it has faults, raise a `DataError` that lists them all."""
+        """Return the result of a conversion; raise a `DataError` that lists all faults, if there are any."""
         translation.settle()
         translation.check()
         return cls(
@@ -73,7 +73,6 @@ class ImportedConfig:
         ]
 
     def lines(self) -> list[str]:
-        """Return the lines of the report on all keys."""
         out = [f"{self.trainer} config {self.place}: {len(self.results)} keys"]
         for status in STATUSES:
             if results := self.with_status(status):
@@ -103,9 +102,9 @@ class ImportedConfig:
 
 
 def write_import(imported: ImportedConfig, folder: str | Path, *, overwrite: bool = False) -> list[Path]:
-    """Write the files of an import to a folder; existing files are replaced only with `overwrite`.
+    """Write the files of an import to a folder; `overwrite` replaces existing files.
 
-    No file is written unless `prepare` and `train` can load the converted configs.
+    The files are written only if `prepare` and `train` can load them.
     """
     target = local_path(folder)
     texts = _texts(imported, target)
@@ -142,7 +141,6 @@ def _check_target(target: Path, texts: dict[str, str], overwrite: bool) -> None:
 
 
 def _texts(imported: ImportedConfig, target: Path) -> dict[str, str]:
-    """Return the content of each file, by file name."""
     recipe, train = dict(imported.recipe), dict(imported.train)
     texts = {}
     if imported.chat_template is not None:
@@ -158,7 +156,7 @@ def _texts(imported: ImportedConfig, target: Path) -> dict[str, str]:
 
 
 def _recipe_text(imported: ImportedConfig, recipe: dict[str, Any]) -> str:
-    """Return the recipe as YAML, with the origin of each value as a comment. Values are written as JSON."""
+    """Return the recipe as YAML, with the origin of each value as a comment."""
     lines = [
         f"# Converted from the {imported.trainer} config {one_line(imported.place)} by `chatmill import`.",
         f"# See {KEYS} for a report on each key.",
@@ -183,7 +181,6 @@ def _pair(name: str, value: Any, origin: str | None) -> str:
 
 
 def _check_files(imported: ImportedConfig, aside: Path, target: Path) -> None:
-    """Check that the recipe and the train config can be loaded; raise `DataError` if either is not valid."""
     try:
         load_recipe(aside / RECIPE)
     except ChatmillError as error:
