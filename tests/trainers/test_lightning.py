@@ -124,7 +124,7 @@ def test_resume_from_a_checkpoint_of_any_step_trains_the_batches_that_would_have
 
 def test_epochs_of_different_lengths_are_trained_by_steps(small, small_windows, tmp_path):
     assert lightning_runs.steps_of_epochs(small, SIX, 3) == [3, 4, 4]
-    line = "the 3 epochs have 11 steps in total, not 3 each, .*; pass max_epochs=-1 and max_steps=11 to Trainer"
+    line = "the 3 epochs have 11 steps in total, but Lightning assumes 3 .*max_epochs=-1 and max_steps=11 to Trainer"
     with pytest.raises(UsageError, match=line):
         train(small, SIX, epochs=3)
     whole = train(small, SIX, epochs=-1, max_steps=11, checkpoints=tmp_path)
@@ -256,7 +256,7 @@ def test_another_accumulation_than_that_of_the_config_is_refused(small):
     data = EpisodeDataModule(small, UNPACKED)
     trainer = make_trainer(max_steps=1, accumulate_grad_batches=2)
     with pytest.raises(
-        UsageError, match="accumulate_grad_batches is 2, but gradient_accumulation_steps of the config is 1"
+        UsageError, match="accumulate_grad_batches is 2, but gradient_accumulation_steps is 1 in the config"
     ):
         trainer.fit(Recorder(), data)
 

@@ -3,7 +3,7 @@
     loss of a step = Σ weight · cross entropy / Σ weight        over all rows of the step
                    = the mean of the losses of its micro-batches on all ranks
 
-The column `step_weight` is Σ weight of the whole step, divided by the number of micro-batches on all ranks. Its shape is
+The column `step_weight` is Σ weight of the step, divided by the number of micro-batches on all ranks. It has the shape
 () or (rows, 1).
 """
 

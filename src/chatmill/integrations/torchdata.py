@@ -42,8 +42,8 @@ def stateful_loader(
 
     Batches are `Batch` objects; with `hf_columns`, they are dicts of Hugging Face columns. `ranks` is the rank and the
     world size, by default those of torch.distributed or torchrun. Pass `ranks` if several ranks train on the same rows.
-    `listener` can be an `Audit`, which writes an audit log. `options` are passed to `StatefulDataLoader`, which may not
-    shuffle, sample or batch the rows.
+    `listener` can be an `Audit`, which writes an audit log. `options` are passed to `StatefulDataLoader`, but options
+    that shuffle, sample or batch rows are rejected.
 
     >>> from chatmill.integrations.torchdata import stateful_loader
     >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))

@@ -4,8 +4,7 @@
 
     x, y, positions of a batch  ->  ({"input": x, "positions": positions}, y)
 
-Positions restart at 0 in each conversation, so that flex and varlen attention can separate the conversations of a packed
-row.
+Positions restart at 0 in each conversation, so that flex and varlen attention can separate packed conversations.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Parse plain conversations (roles and texts only) into columns, a block of lines at a time, without an object per
-message.
+"""Parse plain conversations into columns, a block of lines at a time. Plain conversations have only roles and texts.
 
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}
 
     ->  data ...Hi...Yes...   roles [1 2]   start, stop of both texts in the data   first_message [0 2]
 
-Implemented in C. Without the compiled module every record is parsed separately, which is slower but gives the same
-rows.
+The parser is written in C. Without the compiled module, records are parsed one by one, which is slower.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ COMPILED = _columns is not None
 
 @dataclass(frozen=True, eq=False)
 class ChatColumns(Sequence[Record]):
-    """Plain records from consecutive lines. `ChatColumns` is a sequence that creates `Record` objects on access."""
+    """A sequence of plain records from consecutive lines; `Record` objects are created on access."""
 
     source: str
     file: str
@@ -41,7 +39,7 @@ class ChatColumns(Sequence[Record]):
     """Line of the first record."""
     data: bytes
     record_stop: Index
-    """End offset of each record in `data`, which contains the MessagePack form that `record_key` hashes."""
+    """End offset of each record in `data`, the MessagePack encoding that `record_key` hashes."""
     first_message: Index
     roles: NDArray[np.uint8]
     """Indices into ROLES."""
@@ -60,7 +58,6 @@ class ChatColumns(Sequence[Record]):
         return self._records[index]
 
     def texts(self, row: int) -> list[str]:
-        """Return the texts of one record."""
         messages = slice(*self.first_message[row : row + 2].tolist())
         ranges = zip(self.start[messages].tolist(), self.stop[messages].tolist(), strict=True)
         return [self.data[start:stop].decode() for start, stop in ranges]
@@ -78,7 +75,7 @@ class ChatColumns(Sequence[Record]):
         records = self.load_records()
         if len(records) != len(self):
             raise RuntimeError(
-                f"{self.file}:{self.line}: {len(self)} records in columns, but {len(records)} when parsed by line"
+                f"{self.file}:{self.line}: the columns have {len(self)} records, but the lines have {len(records)}"
             )
         return records
 
@@ -86,9 +83,9 @@ class ChatColumns(Sequence[Record]):
 def parse(
     block: bytes, at: int, *, source: str, file: str, line: int, parse_lines: Callable[[int, bytes], Sequence[Any]]
 ) -> tuple[int, ChatColumns]:
-    """Return the end offset of the consecutive plain lines that start at byte `at`, and the columns of these lines.
+    """Parse the consecutive plain lines from byte `at`; return their end offset and their columns.
 
-    `parse_lines` creates the records on access, given the number of the first line.
+    `parse_lines` creates the records on access.
     """
     end, data, messages, record_stop, roles, start, stop = _columns.columns(block, at)
     record_stops, counts, starts, stops = (

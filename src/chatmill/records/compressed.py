@@ -1,6 +1,6 @@
-"""Read .gz, .zst, .xz and .bz2 files as streams in bounded memory, including files of several streams or frames.
+"""Read .gz, .zst, .xz and .bz2 files in bounded memory, including files that contain several streams or frames.
 
-A file that is truncated or corrupt, or has extra bytes after its end, raises a `RecordError`.
+A truncated or corrupt file raises a `RecordError`, and so does data after the end.
 """
 
 from __future__ import annotations
@@ -17,31 +17,27 @@ from typing import Any, NamedTuple, NoReturn
 from chatmill.errors import DataError, RecordError
 
 NAMES = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2"}
-"""Suffixes of compressed files, and the names of the formats."""
 MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".xz": b"\xfd7zXZ\0", ".bz2": b"BZh"}
-"""Magic bytes of compressed files."""
 SKIPPABLE = tuple(bytes((0x50 + kind, 0x2A, 0x4D, 0x18)) for kind in range(16))
 """Magic bytes of skippable zstd frames, which may precede the data."""
 LOOK = 16
 """Number of bytes read to detect the format of a file."""
 MAX_WINDOW = 1 << 27
-"""Largest decompression window in bytes; the same as the default limit of the `zstd` command."""
+"""Largest decompression window in bytes, the default limit of the `zstd` command."""
 _BUFFER = 1 << 18
 _FED = 1 << 12
-"""Number of compressed bytes to pass to zstd at once. zstd returns the whole output at once, in the worst case 128 KiB
-for four compressed bytes.
-"""
+"""Bytes to pass to zstd at once: few, because four bytes can decompress to 128 KiB."""
 
 
 class Form(NamedTuple):
-    """A file format detected from the first bytes, with advice for the user."""
+    """A detected file format, with advice for the user."""
 
     name: str
     right: str
 
 
 def form_of(start: bytes) -> Form | None:
-    """Detect the format of a file that begins with `start`; None for text and unknown formats."""
+    """Detect the format of a file from its first bytes; None for text and unknown formats."""
     if start.startswith(b"BZh") and start[4:10] != b"1AY&SY":
         return None
     for ending, magic in MAGIC.items():
@@ -60,7 +56,7 @@ def form_of(start: bytes) -> Form | None:
 
 
 def text_form(start: bytes) -> Form | None:
-    """Return a `Form` for text if `start` is the beginning of printable UTF-8 text, else None."""
+    """Return the form of printable UTF-8 text, or None."""
     try:
         text = getincrementaldecoder("utf-8-sig")().decode(start)
     except UnicodeDecodeError:
@@ -69,14 +65,14 @@ def text_form(start: bytes) -> Form | None:
 
 
 def decompressed(raw: io.RawIOBase, compression: str, name: str) -> io.BufferedReader:
-    """Return a reader of the decompressed bytes of a file called `name`."""
+    """Return a reader of the decompressed bytes; `name` is for errors."""
     source = io.BufferedReader(raw, _BUFFER)
     start = source.peek(LOOK)[:LOOK]
     if start and not _begins(start, compression) and (form := form_of(start) or text_form(start)):
         what = f"the file is {form.name}, not {NAMES[compression]}"
         raise RecordError(what, form.right or f"remove {compression} from the file name", kind=NAMES[compression])
     if compression == ".gz":
-        # GzipFile behaves like a raw file, but its type is not declared as one.
+        # GzipFile behaves like a raw file, but is not declared as one.
         file: Any = _Gunzip(fileobj=source)
         file.begins = _begins(start, compression)
         return io.BufferedReader(file, _BUFFER)
@@ -97,7 +93,7 @@ def _maker(compression: str, name: str) -> Callable[[], Any]:
 
 
 class _Gunzip(gzip.GzipFile):
-    """A raw file of decompressed bytes; raises a `RecordError` for corrupt data."""
+    """A raw file of decompressed bytes, with a `RecordError` for corrupt data."""
 
     begins = False
     """Whether the file starts with the gzip magic bytes."""
@@ -121,24 +117,24 @@ class _Streams(io.RawIOBase):
         self._stream: Any = None
         """Decompressor of the current stream; None between streams."""
         self._data = memoryview(b"")
-        """Decompressed bytes that have not been read."""
+        """Decompressed bytes to return."""
         self._input = b""
-        """Bytes of the file that have not been decompressed."""
+        """Bytes of the file to decompress."""
         self._at, self._ended = 0, False
-        """Number of decompressed bytes read so far, and whether any stream has ended."""
+        """The position in the decompressed data, and whether a stream has ended."""
 
     def readable(self) -> bool:
         return True
 
     def seekable(self) -> bool:
-        # Only seeks within the reader's buffer work, which is enough to skip the byte order mark.
+        # Seeks work only within the reader's buffer, which is enough to skip the byte order mark.
         return True
 
     def tell(self) -> int:
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        # Allow seeking to the current position, because the reader does so if the file is empty.
+        # The reader seeks to the current position if the file is empty.
         if whence != io.SEEK_SET or offset != self._at:
             raise io.UnsupportedOperation("seek")
         return offset
@@ -168,7 +164,7 @@ class _Streams(io.RawIOBase):
                 return False
         if self._stream is None:
             if self._compression == ".xz":
-                # Streams may be padded with zeros to a multiple of four bytes.
+                # Zeros may follow a stream, as padding.
                 self._input = self._input.lstrip(b"\0")
                 if not self._input:
                     return True
@@ -180,7 +176,7 @@ class _Streams(io.RawIOBase):
         try:
             data = self._stream.decompress(self._input) if is_zstd else self._stream.decompress(self._input, size)
         except Exception as error:
-            # Each library raises its own exception: OSError, EOFError, LZMAError or ZstdError.
+            # Each library raises its own type of exception.
             if "memory" in str(error).lower():
                 _too_large(self._compression)
             _corrupt(self._compression)
@@ -191,7 +187,7 @@ class _Streams(io.RawIOBase):
 
 
 def _begins(start: bytes, compression: str) -> bool:
-    """Whether `start` begins with the magic bytes, or the magic bytes begin with `start`."""
+    """Whether the file may have this compression, judging from its first bytes."""
     magic = MAGIC[compression]
     is_frame = compression == ".zst" and start[:4].startswith(SKIPPABLE)
     return is_frame or start.startswith(magic) or magic.startswith(start)
@@ -205,15 +201,15 @@ def _cut_off(compression: str) -> NoReturn:
 def _has_more(compression: str) -> NoReturn:
     what = f"other data follows the end of the {NAMES[compression]} data"
     raise RecordError(
-        what, "expected no data after the end; remove it, or copy the file again", kind=NAMES[compression]
+        what, "remove this data, or copy the file again", kind=NAMES[compression]
     )
 
 
 def _corrupt(compression: str) -> NoReturn:
     name = NAMES[compression]
-    raise RecordError("the compressed data is corrupt", f"expected a whole {name} file; copy it again", kind=name)
+    raise RecordError("the compressed data is corrupt", f"expected a valid {name} file; copy it again", kind=name)
 
 
 def _too_large(compression: str) -> NoReturn:
-    what = f"decompressing needs more than {MAX_WINDOW >> 20} MiB of memory"
+    what = f"decompression needs more than {MAX_WINDOW >> 20} MiB of memory"
     raise RecordError(what, "compress the file with a smaller window, without --long", kind=NAMES[compression])

@@ -1,4 +1,4 @@
-"""Expand inputs to local and remote files, and open files, compressed or not."""
+"""Expand inputs to local and remote files, and open files, including compressed files."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ KINDS = (".jsonl", ".json", ".txt", *TABLES)
 SUFFIXES = tuple(kind + compression for compression in ("", *NAMES) for kind in KINDS)
 EXPECTED = f"{', '.join(KINDS)}, each also with {', '.join(NAMES)}"
 WITHOUT_RECORDS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files that Hugging Face datasets writes next to its tables."""
+"""Files without records that Hugging Face datasets writes next to its tables."""
 METADATA = "dataset_metadata.json"
 """Metadata file of a chatmill dataset."""
 SHOWN_NAMES = 3
 Units = Generator[tuple[int, bytes], None, None]
-"""The bytes of each record of a file, with the line (in a table, the row) where it starts, counted from 1."""
+"""The line or table row where each record starts, counted from 1, and the bytes of the record."""
 
 _BOM = b"\xef\xbb\xbf"
 _BUFFER = 1 << 18
 
 
 def expand(inputs: Sequence[str | Place]) -> list[Place]:
-    """Expand names, globs and folders to files: in the given order, sorted within a glob or folder, each file once."""
+    """Expand names, globs and folders to files, each file once; the files of a glob or folder are sorted."""
     given = [inputs] if isinstance(inputs, str | Path | Url) else inputs
     refuse_repeated(given)
     files: dict[Any, Place] = {}
@@ -49,9 +49,9 @@ def expand(inputs: Sequence[str | Place]) -> list[Place]:
 
 
 def refuse_repeated(names: Iterable[str | Place]) -> None:
-    """Raise `UsageError` if standard input is given twice."""
+    """Reject standard input that is given twice."""
     if sum(str(name) == NAME for name in names) > 1:
-        raise UsageError(f"{NAME}: given twice, but standard input can be read only once; remove one")
+        raise UsageError(f"{NAME}: is given twice, but standard input can be read only once; remove one")
 
 
 def local_files(inputs: Sequence[str | Place]) -> list[Path]:
@@ -61,12 +61,12 @@ def local_files(inputs: Sequence[str | Place]) -> list[Path]:
 
 
 def identity(path: Place) -> Path | Url:
-    """Return a value that is equal for all names of the same file."""
+    """Return a value that is the same for all names of a file."""
     return path.resolve() if isinstance(path, Path) else path
 
 
 def suffix(path: Place) -> str:
-    """Return the suffix that decides how a file is read; raise `DataError` if it is unknown."""
+    """Return the known suffix of a file, including compression; raise `DataError` if there is none."""
     for known in reversed(SUFFIXES):
         if path.name.lower().endswith(known):
             return known
@@ -74,12 +74,12 @@ def suffix(path: Place) -> str:
 
 
 def compression(path: Place) -> str:
-    """Return the suffix of a compressed file, such as `.gz`; empty for other files."""
+    """Return the compression suffix of a file, such as `.gz`, or an empty string."""
     return next((ending for ending in NAMES if path.name.lower().endswith(ending)), "")
 
 
 def kind(path: Place) -> str:
-    """Return the suffix that gives the file type, without a compression suffix: one of KINDS."""
+    """Return the suffix of a file without compression, one of KINDS."""
     return suffix(path).removesuffix(compression(path))
 
 
@@ -102,9 +102,9 @@ def shown(path: Place) -> str:
 def open_bytes(
     path: Place, *, log: ReadLog | None = None, start: int = 0, stop: int | None = None
 ) -> Iterator[io.BufferedReader]:
-    """Open a file at `start`, skipping a byte order mark, and decompress it if it has a compression suffix.
+    """Open a file at `start`, after a byte order mark, and decompress it according to its suffix.
 
-    `log` records the raw bytes of the file as they are read. The caller does not need bytes at or after `stop`.
+    `log` records the raw bytes that are read. Bytes at or after `stop` may not be read.
     """
     try:
         raw = open_raw(path, log, stop=stop)
@@ -119,24 +119,24 @@ def open_bytes(
             if kind(path) not in TABLES:
                 _check_form(path, begin)
             file.seek(len(_BOM) if begin.startswith(_BOM) else 0)
-        # Add the buffer on top of the log, so that reads into the buffer are logged.
+        # The buffer is on top of the log, so that reads into the buffer are logged.
         yield io.BufferedReader(raw, _BUFFER) if file is raw else file
 
 
 def _check_form(path: Place, start: bytes) -> None:
-    """Raise a `RecordError` if `start`, the beginning of a text file, has the magic bytes of another format."""
+    """Reject a text file that starts with the magic bytes of another format."""
     if form := form_of(start):
         what = "the decompressed content" if compression(path) else "the file"
         raise RecordError(f"{what} is {form.name}, not {kind(path)} text", form.right, kind="file_type")
 
 
 def check_text(path: Place) -> None:
-    """Raise a `DataError` unless a file begins with UTF-8 text."""
+    """Reject a file that does not start with UTF-8 text."""
     with open_bytes(path) as file:
         try:
             getincrementaldecoder("utf-8")().decode(file.read(_BUFFER))
         except UnicodeDecodeError:
-            raise DataError(f"{shown(path)}: is not UTF-8 text; expected conversations as text") from None
+            raise DataError(f"{shown(path)}: is not UTF-8 text; expected conversations in UTF-8") from None
 
 
 # Expand names to files.
@@ -154,7 +154,7 @@ def _matches(name: str | Place) -> list[Place]:
         return [path]
     if not glob.has_magic(str(path)):
         raise DataError(f"{shown(path)}: no such file; expected a file, a folder or a glob")
-    # As in a shell, and unlike Path.glob, a star does not match hidden files.
+    # Unlike Path.glob, glob.glob does not match hidden files with a star.
     names = glob.glob(str(path), recursive=True)  # noqa: PTH207
     matches = sorted(match for name in names if (match := Path(name)).is_file())
     if not matches:
@@ -164,7 +164,7 @@ def _matches(name: str | Place) -> list[Place]:
 
 def _remote_matches(url: Url) -> list[Place]:
     pattern = str(url).partition("://")[2]
-    # An object name may contain brackets, so look for an object with this exact name before expanding a glob.
+    # An object name may contain brackets, so look for this exact name before expanding a glob.
     if "*" not in pattern and not url.is_folder and objects.find(url) is not None:
         return [url]
     if glob.has_magic(pattern):
@@ -182,7 +182,7 @@ def _remote_matches(url: Url) -> list[Place]:
 
 
 def _parts(url: Url) -> list[str]:
-    """Sort key that puts the objects of a bucket in the same order as files in a folder."""
+    """Sort objects like files in a folder."""
     return str(url).rstrip("/").split("/")
 
 
@@ -191,10 +191,10 @@ def _is_hidden(url: Url, known: int = 3) -> bool:
 
 
 def _walk(folder: Path) -> list[Path]:
-    """List all files below a folder, following links and skipping hidden files."""
+    """List all files below a folder; follow links, and skip hidden files."""
     files, seen = [], set()
     for above, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
-        # Following a link to a parent folder would never end.
+        # A link to a parent folder would never end.
         if (real := Path(above).resolve()) in seen:
             folders.clear()
             continue
@@ -221,7 +221,7 @@ def _files_in(folder: Place, files: Sequence[Place]) -> list[Place]:
         else:
             others.append(path.name)
     if not read:
-        raise DataError(f"{shown(folder)}: no record files in this folder; expected {EXPECTED}")
+        raise DataError(f"{shown(folder)}: the folder has no record files; expected {EXPECTED}")
     if others:
         names = ", ".join(map(one_line, sorted(others)[:SHOWN_NAMES])) + (", …" if len(others) > SHOWN_NAMES else "")
         noun = "file" if len(others) == 1 else "files"

@@ -1,12 +1,11 @@
 """Detect input files that change while they are read, or before an interrupted build is resumed.
 
     before planning     InputFiles    size, times and inode of every file, size and version of every object
-    each part, read     BytesRead     which bytes were read, and their hash
+    for each part       BytesRead     which bytes were read, and their hash
     at the end          InputFiles.check
 
-If the `stat` of a file, or the version of an object, is unchanged, so is its content. If the `stat` or version has
-changed, the same bytes are read again and must have the same hash, so `touch`, `chmod` and copies with the same content
-do not count as changes.
+If the `stat` of a file or the version of an object changes, the bytes are read again and must have the same hash.
+Therefore, `touch` and `chmod` do not count as changes.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from chatmill.remote.threads import in_threads
 from chatmill.remote.urls import Place, Url, place
 
 FRESH = 2.0
-"""Resolution of file times in seconds: two changes within this time may leave the same timestamp."""
+"""Resolution of file times in seconds; two changes within this time may have the same timestamp."""
 
 
 class _State(NamedTuple):
-    """The `stat` of a file. A replacement file differs in its inode or change time (ctime)."""
+    """The `stat` of a file. A file that replaces it has another inode or change time."""
 
     size: int
     modified: int
@@ -54,8 +53,7 @@ class InputFiles:
         return {path: state.size for path, state in self._states.items()}
 
     def check_size(self, path: Place) -> None:
-        """Raise a `DataError` if a file was removed or its size changed. This check is fast enough to run between
-        units.
+        """Raise a `DataError` if a file was removed or its size changed.
 
         Objects are checked only at the end, because each check is a request.
         """
@@ -69,16 +67,16 @@ class InputFiles:
             raise _changed(path, f"{what} from {before:,} to {now:,} bytes")
 
     def check_times(self) -> None:
-        """Raise a `DataError` if any file was written or replaced, which is the likely cause of an invalid record."""
+        """Raise a `DataError` if a file was changed, which is the likely cause of an invalid record."""
         for path, state in _states(self._states).items():
             self._compare_sizes(path, state)
             if state != self._states[path]:
                 raise _changed(path, "was changed")
 
     def check(self, parts: Iterable[tuple[Place, BytesRead]], *, is_planned: Callable[[], bool]) -> None:
-        """Raise a `DataError` unless the files still have the bytes that were read for all `parts`.
+        """Raise a `DataError` unless the files still contain the bytes that were read.
 
-        `is_planned` returns whether planning again gives the same parts; it is called only if a file may have changed.
+        `is_planned` plans again and returns whether the parts are the same. It is called if a file may have changed.
         """
         now = _states(self._states)
         for path, state in now.items():
@@ -103,16 +101,15 @@ class InputFiles:
                 for path in expand([name]):
                     if identity(path) not in known:
                         raise DataError(
-                            f"{shown(path)}: appeared while the input was read, and {shown(place(name))} matches it; "
+                            f"{shown(path)}: appeared while the input was read, and matches {shown(place(name))}; "
                             "build again when no more files are added"
                         )
 
 
 def _states(paths: Iterable[Place]) -> dict[Place, _State | objects.ObjectInfo]:
-    """Return the state of each file and object."""
     states: dict[Place, _State | objects.ObjectInfo | None] = dict.fromkeys(paths)
     urls = [path for path in states if isinstance(path, Url)]
-    # In-memory objects exist only in this process, which may fork later and so must not start threads.
+    # With in-memory objects, this process may fork later, so it must not start threads.
     infos = in_threads(_object_state, urls, here=all(url.scheme == "memory" for url in urls))
     states |= dict(zip(urls, infos, strict=True))
     return {path: state or _state(path) for path, state in states.items()}  # type: ignore[arg-type]
@@ -125,7 +122,7 @@ def _object_state(url: Url) -> objects.ObjectInfo:
 
 
 def _may_change_unseen(state: _State | objects.ObjectInfo, began: float) -> bool:
-    """Whether a file or object could change while its recorded state (timestamp or version) stays the same."""
+    """Whether a file or object could change while its state stays the same."""
     if isinstance(state, _State):
         return state.changed / 1e9 > began - FRESH
     return not state.version

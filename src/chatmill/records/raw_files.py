@@ -1,4 +1,4 @@
-"""Open local files and objects in the same way. Objects are read a few MiB at a time, with read-ahead."""
+"""Open local files and objects. Objects are read a few MiB at a time, with read-ahead."""
 
 from __future__ import annotations
 
@@ -13,24 +13,20 @@ from chatmill.remote.threads import submit
 from chatmill.remote.urls import Place, Url
 
 FIRST_BYTES = 1 << 19
-"""Bytes of the first request: few, so that peeking at a file is cheap. Each further sequential request reads four times
-as many bytes, up to `MOST_BYTES`.
-"""
+"""Bytes of the first request. Each further sequential request reads four times as many, up to `MOST_BYTES`."""
 MOST_BYTES = 1 << 22
 _CHUNK = 1 << 20
 
 
 def open_raw(path: Place, log: ReadLog | None = None, *, stop: int | None = None) -> io.RawIOBase:
-    """Open a file for reading, without decompression. `log` records the bytes read; the caller does not need bytes at
-    or after `stop`.
-    """
+    """Open a file without decompressing it; `log` records the bytes read. Bytes at or after `stop` may not be read."""
     if isinstance(path, Url):
         return RemoteFile(path, log, stop=stop)
     return io.FileIO(path) if log is None else LoggedFile(path, log)
 
 
 def has_bytes(path: Place, read: BytesRead) -> bool:
-    """Whether a file still has the bytes that were read and, if its end was reached, has not grown since."""
+    """Whether a file still has the bytes that were read and, if its end was reached, the same size."""
     log = ReadLog()
     try:
         with open_raw(path, log) as file:
@@ -65,7 +61,7 @@ class LoggedFile(io.FileIO):
 
 
 class RemoteFile(io.RawIOBase):
-    """An object opened for reading, with its reads added to the log. Read-ahead ends at `stop`."""
+    """An object opened for reading. Reads are added to the log, and read-ahead ends at `stop`."""
 
     def __init__(self, url: Url, log: ReadLog | None = None, *, stop: int | None = None) -> None:
         self._url, self._log, self._stop = url, log, stop
@@ -111,7 +107,6 @@ class RemoteFile(io.RawIOBase):
         super().close()
 
     def _end(self) -> int:
-        """Return the size of the object, requesting it only once."""
         if self._size is None:
             if (info := objects.find(self._url)) is None:
                 raise objects.missing(self._url)
@@ -119,7 +114,7 @@ class RemoteFile(io.RawIOBase):
         return self._size
 
     def _load(self) -> None:
-        """Read the block at the current position, and start reading the next block if access is sequential."""
+        """Read the block at the current position; for sequential access, also start to read the next block."""
         end = self._stop if self._stop is not None and self._at < self._stop else self._end()
         is_first = not len(self._block)
         goes_on = not is_first and self._at == self._start + len(self._block)
@@ -135,7 +130,7 @@ class RemoteFile(io.RawIOBase):
             data = objects.read(self._url, self._at, stop) if self._at < stop else b""
         self._block = memoryview(data)
         start = self._at + len(data)
-        # A reader with a log reads the object sequentially, so read ahead from its first block.
+        # A reader with a log reads sequentially, so read ahead after the first block.
         if data and start < end and (goes_on or (is_first and self._log is not None)):
             stop = min(end, start + min(MOST_BYTES, 4 * self._length))
             url = self._url

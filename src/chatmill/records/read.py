@@ -2,7 +2,7 @@
 
     inputs ── plan ──▶ parts ── units ──▶ (line, bytes) ── parser ──▶ records
 
-A part is a file, or the lines in a byte range of a file. A part contains all that a worker needs to read its records.
+A part is a file, or the lines in a byte range of a file.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from chatmill.remote.urls import Place, Url
 
 MAX_LINE_BYTES = 64 * 2**20
 MIN_COLUMN_BYTES = 2**17
-"""Smallest run of plain lines, in bytes, for which columns are faster in a mixed block."""
+"""The minimum size, in bytes, of a run of plain lines that becomes columns in a mixed block."""
 CHECKED_RECORDS = 1000
-"""Number of records per file in which the names of `--columns` are looked up."""
+"""Number of records per file that are searched for the names of `--columns`."""
 RETRY_BYTES = 2**16
-"""Bytes of lines to parse one by one before trying columns again."""
+"""Bytes to parse line by line before trying columns again."""
 SCAN = 2**18
-"""Bytes per read when detecting whether a transcript file is `transcript-lines` or `transcript-stream`."""
+"""Bytes per read when detecting the layout of a transcript file."""
 T = TypeVar("T")
 OnError = Literal["stop", "skip"]
 OnReject = Callable[[RecordError], None]
@@ -45,8 +45,9 @@ OnReject = Callable[[RecordError], None]
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A file of one shape, or the lines (or row groups) of a file that start in bytes [start, stop). The lines of each
-    part are numbered from 1.
+    """A file, or the lines or row groups of a file that start in bytes [start, stop).
+
+    The lines of each part are numbered from 1.
     """
 
     path: Place
@@ -61,10 +62,9 @@ class FilePart:
     """Reason for the shape, shown to the user."""
 
     def cut(self, size: int, *, end: int | None = None) -> list[FilePart]:
-        """Split this part into parts of at least `size` bytes, with the same records in the same order.
+        """Split this part into parts of at least `size` bytes; `end` is the size of the file.
 
-        `end` is the size of the file. Parquet files are split at row groups. Compressed files, arrays, other tables,
-        and shapes whose records span several lines are not split.
+        Only files with one record per line and Parquet files can be split. Compressed files cannot.
         """
         is_table = files.kind(self.path) == ".parquet" and self.shape != "oasst1"
         if files.compression(self.path) or not (is_table or _is_of_lines(self)):
@@ -91,9 +91,9 @@ def read_records(
     >>> [record.id for record in chatmill.read_records(["data/conversations.jsonl"])][:2]
     ['chat-000', 'chat-001']
 
-    Names and globs that match no file, and shapes that cannot be detected, raise an error before the first record. With
-    `on_error` "stop", the first invalid record raises an error; with "skip", invalid records are passed to `on_reject`
-    and reading continues. A file that changes while it is read raises a `DataError` after the last record.
+    With `on_error` "stop", the first invalid record raises an error. With "skip", invalid records are passed to
+    `on_reject`, and reading continues. If a file changes while it is read, a `DataError` is raised after the last
+    record.
     """
     on_fault = _fault_handler(on_error, on_reject)
     before = InputFiles([[inputs] if isinstance(inputs, str | Path | Url) else inputs])
@@ -132,10 +132,9 @@ def plan(
     on_error: OnError = "skip",
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> list[FilePart]:
-    """Return one part per file, in reading order. If `shape` is None, the shape is detected from the first records of
-    each file.
+    """Return one part per file, in reading order.
 
-    With `on_error` "stop", detection ends at a record that is too long; reading reports the record later.
+    If `shape` is None, the shape is detected from the first records of each file.
     """
     paths, limit = files.expand(inputs), max_line_bytes
     return plan_files(paths, shape=shape, source=source, options=options, on_error=on_error, max_line_bytes=limit)
@@ -150,13 +149,13 @@ def plan_files(
     on_error: OnError = "skip",
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> list[FilePart]:
-    """Like `plan`, for files returned by `expand`."""
+    """Like `plan`, for files from `expand`."""
     if shape is not None and shape not in SHAPES:
         raise UsageError(f'unknown shape "{shape}"; expected {", ".join(SHAPES)}')
     options.column_map()
     options.templates()
-    # Inspecting an object takes several requests, so use threads. Use no threads for in-memory objects, because the
-    # process may fork later.
+    # Inspecting an object takes several requests, so use threads, except for in-memory objects: their process may fork
+    # later.
     parts = in_threads(
         lambda path: _planned(path, shape, source, options, max_line_bytes, stops=on_error == "stop"),
         paths,
@@ -168,7 +167,7 @@ def plan_files(
 
 
 def _warn_of_missing_columns(parts: Sequence[FilePart], limit: int, *, stops: bool) -> None:
-    """Warn about `--columns` names that occur in none of the first records of any file, in case they are misspelled."""
+    """Warn about `--columns` names that occur in none of the first records."""
     missing: set[str] = set()
     for part in parts:
         columns = part.options.column_map()
@@ -216,10 +215,10 @@ def read_blocks(
     as_columns: bool = True,
     log: ReadLog | None = None,
 ) -> Iterator[ChatColumns | list[Record]]:
-    """Yield the records of one part in blocks: `ChatColumns` where possible if `as_columns` is set, otherwise lists.
+    """Yield the records of one part in blocks; with `as_columns`, plain records are yielded as `ChatColumns`.
 
-    `on_fault` is called with each fault and either raises it, to stop reading, or returns, to continue. `on_end`
-    receives the number of lines of the part, so that the next part can be numbered. `log` records the bytes read.
+    `on_fault` receives each invalid record, and may raise an error to stop reading. `on_end` receives the number of
+    lines of the part. `log` records the bytes read.
     """
     for parsed in _read(part, max_line_bytes, as_columns=as_columns, on_end=on_end, log=log):
         if isinstance(parsed, ChatColumns):
@@ -228,7 +227,7 @@ def read_blocks(
         records: list[Record] = []
         for item in parsed:
             if isinstance(item, RecordError):
-                # Yield the records that precede a fault before reporting the fault.
+                # Yield the preceding records before reporting a fault.
                 if records:
                     yield records
                     records = []
@@ -245,7 +244,7 @@ ParsedItems = Sequence[Record | RecordError]
 def _read(
     part: FilePart, limit: int, *, as_columns: bool, on_end: Callable[[int], None], log: ReadLog | None
 ) -> Iterator[ParsedItems]:
-    """Yield blocks of records and faults, up to the point where the file itself is corrupt."""
+    """Yield blocks of records and faults, up to the end of the file or to corrupt data."""
     line = 0
     with closing(_parsed(part, limit, as_columns=as_columns, log=log)) as parsed:
         try:
@@ -253,15 +252,14 @@ def _read(
                 yield items
             on_end(line)
         except RecordError as fault:
-            # The rest of the file is corrupt. A fault without a line number gets the number after that of the last line
-            # read.
+            # The rest of the file is corrupt. Without a line number, the fault is on the line after the last one read.
             yield [fault.at(files.label(part.path), fault.line or line + 1)]
 
 
 def _parsed(
     part: FilePart, limit: int, *, as_columns: bool, log: ReadLog | None
 ) -> Generator[tuple[int, ParsedItems], None, None]:
-    """Yield blocks of records and faults, with the number of the last line read."""
+    """Yield the number of the last line read, and a block of records and faults."""
     parse = parser(part.shape, file=files.label(part.path), source=part.source, limit=limit, options=part.options)
     if not _is_of_lines(part):
         for line, data in _units(part, limit, log):
@@ -271,7 +269,7 @@ def _parsed(
     as_columns = as_columns and COMPILED and parse.decode_lines is not None
     size = units.WIDE_BLOCK if as_columns else units.BLOCK
     for block in units.blocks(part.path, limit=limit, start=part.start, stop=part.stop, size=size, log=log):
-        # A block within the size limit has no line over the limit.
+        # If the block is within the limit, so is every line.
         in_columns = as_columns and len(block) <= limit
         for count, items in _columns(parse, before, block) if in_columns else [_one_by_one(parse, before, block)]:
             before += count
@@ -279,7 +277,7 @@ def _parsed(
 
 
 def _one_by_one(parse: ShapeParser, before: int, block: bytes) -> tuple[int, ParsedItems]:
-    """Return the number of lines in a block, and their records and faults."""
+    """Parse each line of a block; return the number of lines, and the records and faults."""
     if records := parse.block(before + 1, block):
         return len(records), records
     pieces = units.split(block)
@@ -288,7 +286,7 @@ def _one_by_one(parse: ShapeParser, before: int, block: bytes) -> tuple[int, Par
 
 
 def _columns(parse: ShapeParser, before: int, block: bytes) -> Iterator[tuple[int, ParsedItems]]:
-    """Like `_one_by_one`, but runs of plain lines become columns."""
+    """Like `_one_by_one`, but parse runs of plain lines to columns."""
 
     def parse_lines(line: int, data: bytes) -> ParsedItems:
         return _one_by_one(parse, line - 1, data)[1]
@@ -325,9 +323,7 @@ def _units(part: FilePart, limit: int, log: ReadLog | None = None) -> files.Unit
 
 
 def _with_shape(part: FilePart, shape: str | None, limit: int, *, stops: bool) -> FilePart:
-    """Return the part with its shape, given or detected, and the reason for it. The shape `transcript` becomes
-    `transcript-lines` or `transcript-stream`.
-    """
+    """Return the part with its shape, given or detected, and the reason for the shape."""
     path = part.path
     ending = files.kind(path)
     if ending in files.TABLES and shape == "transcript-stream":
@@ -336,12 +332,12 @@ def _with_shape(part: FilePart, shape: str | None, limit: int, *, stops: bool) -
         with closing(units.lines(path, limit=limit)) as numbered:
             first = next(_readable(numbered), (0, b""))[1]
         if stops and len(first) > limit and b"<|" not in first:
-            # The first record is too long in either shape, so the shape does not matter.
-            return replace(part, shape="transcript-lines", why="from its first line")
-        # A text file of JSON objects is JSON Lines with a different suffix.
+            # The first record is too long in both shapes, so the shape does not matter.
+            return replace(part, shape="transcript-lines", why="from the first line")
+        # A .txt file of JSON objects is read as JSON Lines.
         if shape == "transcript" or not first.lstrip().startswith(b"{"):
             shape = _transcript_shape(path, is_transcript=shape is not None)
-            return replace(part, shape=shape, why="from its lines and markers")
+            return replace(part, shape=shape, why="from the lines and markers")
     why = "as given"
     if shape is None:
         with closing(_units(part, limit)) as numbered:
@@ -351,19 +347,17 @@ def _with_shape(part: FilePart, shape: str | None, limit: int, *, stops: bool) -
 
 
 def _transcript_shape(path: Place, *, is_transcript: bool) -> str:
-    """Return `transcript-lines` or `transcript-stream`; raise a `DataError` that asks for --shape if the file is
-    ambiguous.
-    """
+    """Return `transcript-lines` or `transcript-stream`; raise a `DataError` if the file is ambiguous."""
     try:
         with open_bytes(path) as file:
             layout = transcript_layout(_readable(iter(partial(file.read, SCAN), b"")))
     except RecordError:
-        # The file is corrupt from its first byte; reading reports the error.
+        # The file is corrupt from the start; reading reports the error.
         return "transcript-lines"
     if not is_transcript and not layout & (layout.MARKERS | layout.JSON) and layout & layout.TEXT:
         files.check_text(path)
         names = ", ".join(SHAPES)
-        raise DataError(f"{files.shown(path)}: no transcript markers found; set the shape with --shape: {names}")
+        raise DataError(f"{files.shown(path)}: the file has no transcript markers; set the shape with --shape: {names}")
     if layout.shape is None:
         raise DataError(
             f"{files.shown(path)}: records could be separated by lines or by <|EOS|>; "
@@ -381,7 +375,7 @@ def _size(path: Place) -> int:
 
 
 def _readable(pieces: Iterator[T]) -> Iterator[T]:
-    """Yield pieces of a file up to the point where it is corrupt; reading reports the error later."""
+    """Yield pieces up to corrupt data; reading reports the error later."""
     try:
         yield from pieces
     except RecordError:
@@ -389,16 +383,14 @@ def _readable(pieces: Iterator[T]) -> Iterator[T]:
 
 
 def _readable_units(numbered: files.Units, limit: int, *, stops: bool) -> Iterator[tuple[int, bytes]]:
-    """Like `_readable`, for units. If reading stops at the first fault, also stop at a unit over the limit, because its
-    end may be far away.
-    """
+    """Like `_readable`, for units. With `stops`, also stop at a unit over the limit."""
     return takewhile(lambda unit: not stops or len(unit[1]) <= limit, _readable(numbered))
 
 
 def _fault_handler(on_error: OnError, on_reject: OnReject | None) -> OnReject:
     if on_error == "skip":
         if on_reject is None:
-            raise UsageError('on_error "skip" requires on_reject, otherwise records would be lost silently')
+            raise UsageError('on_error "skip" requires on_reject, which receives the invalid records')
         return on_reject
     if on_error != "stop":
         raise UsageError(f'unknown on_error "{on_error}"; expected stop or skip')

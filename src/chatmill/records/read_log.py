@@ -1,4 +1,4 @@
-"""Log of the bytes read from a file, with their hash."""
+"""Log which bytes of a file were read, and hash them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class BytesRead:
-    """The bytes read from a file: their ranges, their hash, and the end of the file if it was reached."""
+    """The bytes read from a file: their ranges, their hash, and the end of the file if reached."""
 
     ranges: tuple[tuple[int, int], ...]
     sha256: str
@@ -25,7 +25,7 @@ class BytesRead:
 
 
 class ReadLog:
-    """Hashes the bytes of one file as they are read. The file may be opened several times and read with seeks."""
+    """Hashes the bytes of a file as they are read. The file may be read in any order, and opened several times."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
@@ -33,7 +33,7 @@ class ReadLog:
         self._ends: set[int] = set()
 
     def add(self, start: int, data: memoryview) -> None:
-        """Add the bytes read at `start`; empty bytes mean the end of the file."""
+        """Add the bytes read at `start`; no bytes means the end of the file."""
         if not len(data):
             self._ends.add(start)
         elif self._ranges and self._ranges[-1][1] == start:

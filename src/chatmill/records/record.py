@@ -1,4 +1,4 @@
-"""The common form of a conversation, independent of the input shape: `Record`, `Message`, `ToolCall`."""
+"""`Record`, `Message` and `ToolCall`: the common form of conversations of all shapes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ import msgspec
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = get_args(Role)
 NO_ROLE: Literal["none"] = "none"
-"""Role of text outside all spans of a transcript. Such a message is complete if an unmatched `<|END|>` follows the
-text.
-"""
+"""Role of text outside the spans of a transcript. The message is complete if an `<|END|>` follows the text."""
 
 _construct = msgspec.StructMeta.__call__
 
 
 class _FromFields(msgspec.StructMeta):
-    """Metaclass: `Message(**fields)` and `Record(**fields)` validate and convert fields as the reader does."""
+    """A metaclass: `Message(**fields)` and `Record(**fields)` validate and convert fields like the reader."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805
         if cls not in (Message, Record):
@@ -30,13 +28,13 @@ class _FromFields(msgspec.StructMeta):
 
         names = cls.__struct_fields__[: len(args)]
         if len(args) > len(names) or not fields.keys().isdisjoint(names):
-            raise TypeError(f"{cls.__name__}() takes each of {', '.join(cls.__struct_fields__)} at most once")
+            raise TypeError(f"{cls.__name__}() takes each field at most once: {', '.join(cls.__struct_fields__)}")
         parse = message_from_fields if cls is Message else record_from_fields
         return parse({**dict(zip(names, args, strict=True)), **fields})
 
 
 class ToolCall(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, repr_omit_defaults=True):
-    """A function call by the assistant. `arguments` is compact JSON with the key order of the input.
+    """A function call by the assistant. `arguments` is compact JSON, with keys in the order of the input.
 
     >>> call = chatmill.ToolCall("weather", '{"city":"Oslo"}', id="call_1")
     >>> call.name, call.arguments_text
@@ -47,11 +45,11 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, repr_o
     arguments: str
     id: str | None = None
     raw_arguments: str = ""
-    """The arguments as written in the record, if they are text that differs from the output of `json.dumps`."""
+    """The arguments as text from the record, if `json.dumps` would write them differently."""
 
     @property
     def arguments_text(self) -> str:
-        """The arguments as written in the record; an object is formatted as `json.dumps` and `tojson` do."""
+        """The arguments as text from the record, or as written by `json.dumps`."""
         return self.raw_arguments or spaced_json(msgspec.json.decode(self.arguments))
 
 
@@ -64,8 +62,8 @@ class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, metacla
     >>> chatmill.Message("assistant", [{"type": "text", "text": "4"}], thinking="2 + 2 = 4", train=True).weight
     1.0
 
-    `content` may be a list of text parts, or None with tool calls; reasoning may be named `reasoning_content`,
-    `reasoning` or `thinking`; `train` sets a weight of 1 or 0. Invalid fields raise a `RecordError`.
+    `content` may be a list of text parts, or None if there are tool calls. Reasoning may be named `reasoning_content`,
+    `reasoning` or `thinking`. `train` sets a weight of 1 or 0. Invalid fields raise a `RecordError`.
     """
 
     role: Role | Literal["none"]
@@ -75,15 +73,15 @@ class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, metacla
     name: str | None = None
     tool_call_id: str | None = None
     weight: float | None = None
-    """Loss weight, which overrides the format and `--train-on`; None if they decide."""
+    """Loss weight, which overrides `--train-on` and the format; None means no override."""
     complete: bool = True
-    """False for a transcript span without an end marker, which is rendered without the marker and never trained."""
+    """False for a transcript span without an end marker, which is excluded from the loss."""
     train_ranges: tuple[tuple[int, int, float], ...] = ()
-    """Character ranges of the content as (start, stop, weight), which override the weight of the message."""
+    """Character ranges (start, stop, weight) of the content, which override the message's weight."""
 
 
 class Record(msgspec.Struct, frozen=True, metaclass=_FromFields):
-    """A conversation and its origin: the `source` it is mixed under, and the `file` and `line` it was read from.
+    """A conversation, the `source` that it belongs to, and the `file` and `line` that it was read from.
 
     >>> record = chatmill.Record([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
     >>> record.messages[1].content
@@ -100,13 +98,13 @@ class Record(msgspec.Struct, frozen=True, metaclass=_FromFields):
     file: str = ""
     line: int = 0
     weight: float = 1.0
-    """Factor for the loss weight of every trained token."""
+    """Factor for the loss weights of all tokens."""
     template_kwargs: str = ""
-    """Variables for the chat template, from `chat_template_kwargs`, as compact JSON."""
+    """Variables for the chat template (`chat_template_kwargs`), as compact JSON."""
     unread_keys: tuple[str, ...] = ()
-    """Keys that the reader does not read, such as `score` or `messages[].lang`."""
+    """Keys that chatmill does not read, such as `score` or `messages[].lang`."""
     is_text: bool = False
-    """Whether the record is plain text, stored as one assistant message and rendered only by `--format text`."""
+    """Whether the record is plain text, stored as one assistant message."""
 
 
 new_message: Callable[..., Message] = MethodType(_construct, Message)
@@ -117,14 +115,14 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def spaced_json(value: Any) -> str:
-    """Return a JSON value as `json.dumps` writes it, without escaping non-ASCII characters."""
+    """Return a JSON value as written by `json.dumps`, with non-ASCII characters unescaped."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def record_key(record: Record) -> bytes:
-    """Return a 16-byte hash of a conversation that ignores its id, its origin and spaces in tool arguments.
+    """Return a 16-byte hash of the messages and tools of a record.
 
-    The hash also ignores whitespace between the turns of a transcript.
+    Spaces in tool arguments, and whitespace between the turns of a transcript, do not affect the hash.
     """
     messages = [
         without_raw_arguments(message) if message.tool_calls else message

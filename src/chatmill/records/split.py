@@ -1,4 +1,4 @@
-"""Validation splits: by a hash of each record, or by a seeded shuffle as in the primer specification."""
+"""Split records into train and validation, by a hash of each record or by a seeded shuffle."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ class Split(NamedTuple):
 
 
 def shuffle_split(count: int, val_frac: float, *, seed: int) -> Split:
-    """Shuffle records 0 to count-1 with `seed`: the first floor(count * val_frac) are for validation, the rest for
-    training.
+    """Shuffle records 0 to count-1 with `seed`; the first floor(count * val_frac) are for validation.
 
     5 records, 0.4, shuffled to 3 1 0 4 2  ->  val 3 1, train 0 4 2
-    The product is computed in floating point: 0.29 of 100 is 28.999… and gives 28.
+    The product is a float: 0.29 of 100 is 28.999… and gives 28.
     """
     if not 0 <= val_frac < 1:
         raise UsageError(f"the validation fraction is {val_frac}; expected a number from 0 to below 1")
     if count < 0 or seed < 0:
-        # Python's generator treats the seed -1 like 1, so two seeds would give the same order.
-        raise UsageError(f"{count} records with seed {seed} cannot be split; expected non-negative numbers")
+        # Python's generator treats the seed -1 like 1.
+        raise UsageError(f"cannot split {count} records with seed {seed}; expected non-negative numbers")
     order = list(range(count))
     random.Random(seed).shuffle(order)
     stop = math.floor(count * val_frac)
@@ -39,22 +38,21 @@ def shuffle_split(count: int, val_frac: float, *, seed: int) -> Split:
 
 
 def hash_places(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Map the first half of each record key to [0, 1); records with a value below the fraction are for validation."""
-    # A float represents the upper 53 bits exactly.
+    """Map record keys to [0, 1); values below the validation fraction are for validation."""
+    # Keep 53 bits, which a float represents exactly.
     return np.asarray((keys >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
 
 def smallest_hash_share(first: float, last: float) -> float | None:
-    """Return the smallest fraction that gives at least one record to each split, rounded up to at least three
-    significant digits.
+    """Return the smallest fraction that leaves no split empty, rounded up, or None if there is none.
 
-    `first` and `last` are the smallest and largest value of `hash_places`. Return None if no fraction works.
+    `first` and `last` are the smallest and largest value of `hash_places`.
     """
     return _rounded_up(first, lambda share: first < share <= last)
 
 
 def smallest_shuffle_share(has_rows: NDArray[np.bool_], *, seed: int) -> float | None:
-    """Like `smallest_hash_share`, for `shuffle_split`; `has_rows` is true for each record that has rows."""
+    """Like `smallest_hash_share`, for `shuffle_split`; `has_rows` tells which records have rows."""
     count = len(has_rows)
     order = shuffle_split(count, 0.0, seed=seed).train
     size = next((at + 1 for at, record in enumerate(order) if has_rows[record]), 0)
@@ -64,9 +62,7 @@ def smallest_shuffle_share(has_rows: NDArray[np.bool_], *, seed: int) -> float |
 
 
 def _rounded_up(number: float, fits: Callable[[float], bool]) -> float | None:
-    """Round up to the fewest significant digits, at least three, for which `fits` is true; return None if there are
-    none.
-    """
+    """Round up to the fewest significant digits, at least three, that `fits` accepts, or return None."""
     first = 2 - math.floor(math.log10(number)) if number > 0 else 3
     for digits in range(first, first + 15):
         scale: int = 10**digits

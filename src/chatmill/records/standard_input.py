@@ -1,4 +1,4 @@
-"""Copy standard input to a temporary file, because the input is read twice and in parts."""
+"""Copy standard input to a temporary file, because it is read several times."""
 
 from __future__ import annotations
 
@@ -22,23 +22,20 @@ _PREFIX = "chatmill-standard-input-"
 _LOOK = 1 << 18
 _CHUNK = 1 << 20
 _folder: Path | None = None
-"""Folder with the copy of standard input, which can be read only once."""
+"""Folder with the copy of standard input."""
 
 
 def is_standard_input(path: Any) -> bool:
-    """Whether a file is a copy of standard input, made by this or another process."""
+    """Whether a file is a copy of standard input."""
     return isinstance(path, Path) and path.parent.name.startswith(_PREFIX)
 
 
 def standard_input() -> Path:
-    """Copy standard input to a file named `stdin` plus the suffix of its format, and return the path.
-
-    The file exists until `remove_standard_input` is called.
-    """
+    """Copy standard input to a temporary file, and return its path. The suffix shows the format."""
     global _folder
     if _folder is None:
         if sys.stdin is None or sys.stdin.closed:
-            raise UsageError("-: standard input is closed; pass a file, or pipe records to it")
+            raise UsageError("-: standard input is closed; pass a file, or pipe records to chatmill")
         if sys.stdin.isatty():
             print("chatmill: reading records from the terminal; press Ctrl-D to finish", file=sys.stderr)
         _folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
@@ -61,7 +58,7 @@ def remove_standard_input(process: int | None = None) -> None:
 
 
 def _remove_when_terminated() -> None:
-    """Remove the file when a signal terminates the process, because atexit handlers do not run after a signal."""
+    """Remove the file when a signal ends the process, because atexit handlers do not run then."""
     owner = os.getpid()
 
     def remove_and_end(number: int, frame: Any) -> None:
@@ -77,7 +74,6 @@ def _remove_when_terminated() -> None:
 
 
 def _suffix(path: Path) -> str:
-    """Return the suffix for the format that the first bytes indicate."""
     with path.open("rb", buffering=0) as file:
         start = file.read(_LOOK)
         compression = next((ending for ending, magic in MAGIC.items() if start.startswith(magic)), "")
@@ -103,8 +99,7 @@ def _kind(start: bytes) -> str:
     first, *others = [line for line in lines if line.strip()] or [b"{"]
     if not first.lstrip().startswith((b"{", b"[")):
         return ".txt"
-    # The file is one object over several lines if its first line is not valid JSON and the second line does not start
-    # another object.
+    # One object over several lines: the first line is not valid JSON, and the second does not start an object.
     is_object = first.startswith(b"{") and others and not others[0].startswith(b"{") and not _is_json(first)
     return ".json" if is_object else ".jsonl"
 

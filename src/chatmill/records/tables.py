@@ -1,6 +1,6 @@
-"""Read the rows of Parquet and Arrow files as numbered JSON objects.
+"""Read the rows of Parquet and Arrow files as JSON objects.
 
-Both Arrow formats are supported: files, and streams, which Hugging Face datasets writes.
+Both Arrow formats are supported: files, and the streams that Hugging Face datasets writes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ ARROW_FILE = b"ARROW1"
 STREAM_END = bytes(4)
 """Last bytes of the Arrow stream format: the end-of-stream marker."""
 NO_MEMORY: dict[str, tuple[type[MemoryError], ...]] = {".parquet": (), ".arrow": (MemoryError,)}
-"""Additional exceptions that indicate a corrupt file. Arrow allocates the sizes stored in a file, so a wrong size may
-cause a `MemoryError`.
-"""
+"""Arrow allocates the sizes stored in a file, so a corrupt file may cause a `MemoryError`."""
 _BUFFER = 1 << 18
 _MAGIC = {".parquet": b"PAR1", ".arrow": ARROW_FILE}
 _NAMES = {".parquet": "Parquet", ".arrow": "Arrow"}
@@ -43,10 +41,8 @@ _ENCODER = msgspec.json.Encoder(enc_hook=str)
 def table_rows(path: Place, *, start: int = 0, stop: int | None = None, log: ReadLog | None = None) -> Units:
     """Yield the rows of a table as JSON objects, numbered from 1.
 
-    For a Parquet file, yields only the row groups that start in bytes [start, stop), as returned by `cut_table`.
-
-    NaN, which marks a missing number in tables, becomes null. Binary values become `BYTES`, so that the parser refuses
-    a record with images.
+    From a Parquet file, only the row groups that start in bytes [start, stop) are read. NaN becomes null. Binary values
+    become `BYTES`, so that the parser rejects records with images.
     """
     pyarrow = _pyarrow(path)
     number = 0
@@ -67,7 +63,7 @@ def table_rows(path: Place, *, start: int = 0, stop: int | None = None, log: Rea
 
 
 def _other_form(path: Place) -> tuple[str, str] | None:
-    """Return the error and the advice if the first bytes of a table file indicate another format, else None."""
+    """Return an error and advice if the file has another format, else None."""
     with open_bytes(path) as file:
         start = file.read(LOOK)
     magic = _MAGIC[kind(path)]
@@ -81,10 +77,7 @@ def _other_form(path: Place) -> tuple[str, str] | None:
 
 
 def cut_table(path: Place, *, size: int, end: int) -> list[tuple[int, int]]:
-    """Split a Parquet file of `end` bytes at row groups into pieces (start, stop) of at least `size` bytes.
-
-    A file that cannot be split, or is corrupt, is one piece.
-    """
+    """Split a Parquet file of `end` bytes at row groups into pieces (start, stop) of at least `size` bytes."""
     pyarrow = _pyarrow(path)
     if end <= size or kind(path) != ".parquet" or compression(path):
         return [(0, end)]
@@ -116,7 +109,7 @@ def _pyarrow(path: Place) -> Any:
 
 @contextmanager
 def _seekable(path: Place, log: ReadLog | None, stop: int | None) -> Iterator[Any]:
-    """Open a table as a seekable file; a compressed table is decompressed to a temporary file first."""
+    """Open a table as a seekable file; decompress a compressed table to a temporary file."""
     with open_bytes(path, log=log, stop=stop) as file:
         if not compression(path):
             yield file
@@ -128,7 +121,6 @@ def _seekable(path: Place, log: ReadLog | None, stop: int | None) -> Iterator[An
 
 
 def _rows(file: Any, ending: str, start: int, stop: int | None) -> Iterator[list[bytes]]:
-    """Yield batches of rows as JSON objects."""
     import pyarrow
     from pyarrow import compute, types
 
@@ -136,7 +128,7 @@ def _rows(file: Any, ending: str, start: int, stop: int | None) -> Iterator[list
     schema = table.schema_arrow if ending == ".parquet" else table.schema
     names = schema.names
     if repeated := [name for at, name in enumerate(names) if name in names[:at]]:
-        what = f'the table has two columns "{one_line(repeated[0])}"'
+        what = f'the table has two columns named "{one_line(repeated[0])}"'
         raise RecordError(what, "expected each name once", kind="duplicate_key")
     of_bytes = [field.name for field in schema if _holds_bytes(field.type, types)]
     media = [name for name in of_bytes if name in MEDIA_KEYS]
@@ -165,13 +157,13 @@ def _parquet(file: Any) -> Any:
 
 
 def _group_starts(metadata: Any) -> list[int]:
-    """Return the offset of each row group, which is the offset of its first data or dictionary page."""
+    """Return the offset of each row group."""
     starts = []
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         chunks = [group.column(index) for index in range(group.num_columns)]
         offsets = [offset for each in chunks for offset in (each.data_page_offset, each.dictionary_page_offset)]
-        # Some writers store 0 for a missing dictionary.
+        # Some writers store the offset 0 for a missing dictionary.
         starts.append(min((offset for offset in offsets if offset), default=0))
     return starts
 
@@ -239,7 +231,7 @@ def _arrow_batches(table: Any, columns: list[str], size: int, pyarrow: Any) -> I
 
 
 def _check_end(file: Any) -> None:
-    """Raise `ValueError` if a stream lacks its end marker, because data may be missing."""
+    """Raise `ValueError` if a stream has no end marker, because data may be missing."""
     file.seek(0)
     if file.read(len(ARROW_FILE)) != ARROW_FILE:
         file.seek(-len(STREAM_END), io.SEEK_END)
@@ -248,7 +240,7 @@ def _check_end(file: Any) -> None:
 
 
 def _is_present(column: Any, compute: Any, types: Any) -> list[bool]:
-    """For each row, return whether the column has a value; an empty list counts as no value."""
+    """Return whether each row has a value in the column; an empty list is not a value."""
     if types.is_list(column.type) or types.is_large_list(column.type):
         return [bool(length) for length in compute.list_value_length(column).to_pylist()]
     present: list[bool] = column.is_valid().to_pylist()

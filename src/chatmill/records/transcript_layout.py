@@ -1,12 +1,12 @@
-"""Decide from the whole file whether a transcript file has one record per line or is one stream.
+"""Detect whether a transcript file has one record per line or is one stream.
 
 Each line is reduced to letters: S, U and A for the span markers, E for `<|END|>`, X for `<|EOS|>`, x for text outside
-spans, j for text outside spans that looks like JSON. Of the text inside a span, only line breaks are kept.
+spans, and j for JSON outside spans. Inside a span, only line breaks are kept.
 
     <|USER|> hi <|END|> <|ASSISTANT|> yo <|END|>   ->   UEAE
 
-The letters are parsed in two ways: with a new record on each line, and with a new record only after `<|EOS|>`. Files
-have few distinct lines of letters, so each distinct line is parsed only once.
+The letters are parsed in two ways: with a new record on each line, and with a new record only after `<|EOS|>`. Most
+lines have the same letters as an earlier line, so results are cached.
 """
 
 from __future__ import annotations
@@ -23,23 +23,20 @@ _LONGEST = max(map(len, _MARKS))
 
 
 class TranscriptLayout(IntFlag):
-    """Findings from parsing a file as lines and as a stream."""
+    """What was found in a file."""
 
     MARKERS = 1
     TEXT = 2
-    """Whether the file has text."""
     JSON = 4
-    """Whether a line is JSON, which a stream would treat as text outside spans."""
+    """A line is JSON, which a stream cannot contain."""
     JOINS = 8
-    """Whether a conversation of the stream has text on several lines, so that reading by line would give different
-    records.
-    """
+    """A conversation of the stream has several lines, so lines and stream have different records."""
     CROSSES = 16
-    """Whether a closed span crosses a line end, so that reading by line would split it into two invalid parts."""
+    """A span crosses a line end, so lines would split it."""
     SECOND_SYSTEM = 32
-    """Whether a conversation of the stream has a system span after other spans, as if a new record started there."""
+    """A conversation of the stream has a system span after other spans, as if a new record started."""
     LINE_ANSWERS = 64
-    """Whether a line has an answer after its user span, so that reading by line gives trained tokens."""
+    """A line has an answer after a user span, so that the loss mask of a line is not empty."""
     STREAM_ANSWERS = 128
 
     @property
@@ -57,7 +54,7 @@ class TranscriptLayout(IntFlag):
 
 
 def transcript_layout(chunks: Iterable[bytes]) -> TranscriptLayout:
-    """Return the layout of a file, given in chunks of any size."""
+    """Return the layout of a file, read in chunks."""
     layout, state = 0, _Readings()
     for letters in _line_parts(chunks):
         state, seen = _read(state, letters)
@@ -73,7 +70,7 @@ class _Conversation(NamedTuple):
     spans: bool = False
     """Whether there was a span since the last EOS."""
     span: str = ""
-    """Role letter of the open span, if any."""
+    """Letter of the open span, if any."""
     over: bool = False
     """Whether the open span started on an earlier line."""
     has_user: bool = False
@@ -83,21 +80,17 @@ class _Conversation(NamedTuple):
 
 
 class _Readings(NamedTuple):
-    """States of the line parser and the stream parser."""
+    """The states of the stream parser and the line parser."""
 
     stream: _Conversation = _Conversation()
     line: _Conversation = _Conversation()
     begins: bool = True
     """Whether the line has no text so far."""
     is_json: bool = False
-    """Whether the line is JSON."""
-
 
 @lru_cache(maxsize=1 << 14)
 def _read(state: _Readings, letters: str) -> tuple[_Readings, int]:
-    """Parse a line, or part of a line, with both parsers; return the new states and the findings as `TranscriptLayout`
-    flags.
-    """
+    """Parse all or part of a line with both parsers; return the new states and `TranscriptLayout` flags."""
     stream, line, begins, is_json = state
     text, seen = letters.rstrip("\n"), 0
     if begins and text:
@@ -115,7 +108,7 @@ def _read(state: _Readings, letters: str) -> tuple[_Readings, int]:
 
 
 def _walk(state: _Conversation, letters: str) -> tuple[_Conversation, int]:
-    """Parse letters, starting from a state; only answers that the loss mask would train are reported."""
+    """Parse letters, starting from a state; report only answers that the loss mask would include."""
     begun, spans, span, over, has_user, left_open = state
     seen = 0
     for letter in letters:
@@ -145,7 +138,7 @@ def _walk(state: _Conversation, letters: str) -> tuple[_Conversation, int]:
 
 
 def _line_parts(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Yield lines as letters, including line ends; a line that spans several chunks is yielded in parts."""
+    """Yield lines as letters, including line ends; a line in several chunks is yielded in parts."""
     held, in_span = b"", False
     for chunk in chunks:
         data = held + chunk

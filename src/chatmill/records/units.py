@@ -1,8 +1,7 @@
-"""Split a file into numbered units of bytes, one per record: lines, array elements, or conversations of a transcript
-stream. For the rows of a table, see tables.py.
+"""Split a file into units, one per record: lines, array elements, or conversations of a transcript stream.
 
-A unit over the size limit is truncated to a prefix that still exceeds the limit, so the parser refuses it. The rest of
-the unit is skipped, so memory stays bounded.
+A unit over the size limit is truncated, so that memory stays bounded. It still exceeds the limit, so that the parser
+rejects it.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from chatmill.remote.urls import Place, Url
 
 _CHUNK = 1 << 18
 BLOCK = 1 << 18
-"""Block size in bytes, small enough that lines and records stay in the CPU cache."""
+"""Block size in bytes; a block fits in the CPU cache."""
 WIDE_BLOCK = 1 << 20
-"""Block size for columns, which are compact and cheaper per row in larger blocks."""
+"""Block size for columns, which are faster in larger blocks."""
 LINE_END_BYTES = 1 << 16
-"""Bytes to request from an object at once when looking for the end of a line."""
+"""Bytes per request when searching an object for the end of a line."""
 _SPACE = b" \t\r\n"
 _STRING = rb'(?:[^"\\]++|\\.)*+("?)'
 _STRING_END = re.compile(_STRING, re.DOTALL)
@@ -37,7 +36,7 @@ _TOKEN = re.compile(rb'"' + _STRING + rb"|[{}\[\],]", re.DOTALL)
 
 
 def lines(path: Place, *, limit: int, log: ReadLog | None = None) -> Units:
-    """Yield the lines of a file that are not blank, with their numbers and without line ends."""
+    """Yield the number and the bytes of each line that is not blank."""
     before = 0
     for block in blocks(path, limit=limit, log=log):
         pieces = split(block)
@@ -56,10 +55,7 @@ def blocks(
     size: int = BLOCK,
     log: ReadLog | None = None,
 ) -> Iterator[bytes]:
-    """Yield the lines in bytes [start, stop) as blocks. `start` and `stop` are line starts, as returned by `cut`.
-
-    If the file is corrupt, the lines before the error are yielded first.
-    """
+    """Yield the lines in bytes [start, stop) in blocks. `start` and `stop` are line starts, as returned by `cut`."""
     held = bytearray()
     with open_bytes(path, log=log, start=start, stop=stop) as file:
         left = 2**63 if stop is None else stop - file.tell()
@@ -69,7 +65,7 @@ def blocks(
                 yield b"".join((held, memoryview(data)[:end])) if held or end < len(data) else data
                 held.clear()
             held += data[end:]
-            # Allow one byte over the limit, because it may be the first byte of a two-byte line end.
+            # The byte after the limit may be the first byte of a two-byte line end.
             if len(held) > limit + 1:
                 yield bytes(held[: limit + 2]) + b"\n"
                 held.clear()
@@ -79,7 +75,6 @@ def blocks(
 
 
 def split(block: bytes) -> list[bytes]:
-    """Return the lines of a block, without line ends."""
     return block.replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n")
 
 
@@ -88,17 +83,14 @@ def is_blank(line: bytes) -> bool:
 
 
 def cut(path: Place, *, size: int, end: int) -> Iterator[tuple[int, int]]:
-    """Split the first `end` bytes of an uncompressed file of lines into pieces (start, stop) of at least `size` bytes.
-
-    Only the ends of the pieces are read, so planning is fast even for very large files.
-    """
+    """Split the first `end` bytes of a file at line ends, into pieces (start, stop) of at least `size` bytes."""
     if isinstance(path, Url):
         yield from _cut_object(path, size=size, end=end)
         return
     with path.open("rb") as file:
         start = 0
         while start < end:
-            # Extend the piece to the end of its last line; the file may have changed since its size was read.
+            # Extend the piece to the end of its last line. The file may have shrunk in the meantime.
             stop = file.seek(min(start + size, end) - 1)
             stop = min(stop + max(1, _skip_line(file)), end)
             yield start, stop
@@ -106,18 +98,18 @@ def cut(path: Place, *, size: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut_object(url: Url, *, size: int, end: int) -> Iterator[tuple[int, int]]:
-    """Like `cut`, but for an object: the ends of all pieces are requested in parallel."""
+    """Like `cut`, for an object; the ends of all pieces are requested in parallel."""
     least = range(size - 1, end - 1, size)
     stops = in_threads(lambda at: _line_end(url, at, end), least, here=url.scheme == "memory")
     start = 0
-    # Several stops may be equal, because a line may be longer than a piece.
+    # If a line is longer than a piece, several stops are equal.
     for stop in sorted({*stops, end} - {0}):
         yield start, stop
         start = stop
 
 
 def _line_end(url: Url, at: int, end: int) -> int:
-    """Return the end of the line that contains byte `at`; the object may have changed since its size was read."""
+    """Return the end of the line that contains byte `at`."""
     while at < end and (data := objects.read(url, at, min(end, at + LINE_END_BYTES))):
         if stop := data.find(b"\n") + 1:
             return at + stop
@@ -126,9 +118,7 @@ def _line_end(url: Url, at: int, end: int) -> int:
 
 
 def conversations(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog | None = None) -> Units:
-    """Yield the conversations of a stream, separated by `<|EOS|>`, with the line where each starts; blank conversations
-    are skipped.
-    """
+    """Yield the line and the text of each conversation of a stream; skip blank conversations."""
     held, searched, overlong, line = bytearray(), 0, False, 1
     with open_bytes(path, log=log) as file:
         while data := file.read(chunk):
@@ -153,16 +143,15 @@ def conversations(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog 
 
 
 def _piece(held: bytearray, end: int, line: int, limit: int) -> Units:
-    """Return the text before `end` without leading whitespace, and the line of its first character."""
+    """Yield the text before `end` without leading whitespace, and the line of its first character."""
     text = bytes(held[: min(end, limit + 1)])
     begin = len(text) - len(text.lstrip())
     if begin < len(text):
-        # Leading whitespace is removed from the text, but counts toward the size limit.
+        # Leading whitespace is removed, but counts toward the size limit.
         yield line + text.count(b"\n", 0, begin), text if len(text) > limit else text[begin:]
 
 
 def _skip_line(file: BinaryIO) -> int:
-    """Skip to the end of the line and return the number of bytes skipped."""
     skipped = 0
     while piece := file.readline(_CHUNK):
         skipped += len(piece)
@@ -171,13 +160,11 @@ def _skip_line(file: BinaryIO) -> int:
     return skipped
 
 
-# Array elements are located by brackets and quotes and decoded later, so an invalid element causes only one error.
+# Array elements are found by their brackets and quotes, so an invalid element causes only one error.
 
 
 def is_array(path: Place, *, limit: int) -> bool:
-    """Whether a .jsonl file is one JSON array: its first line opens an array that continues, or is a whole array and
-    the only line.
-    """
+    """Whether a .jsonl file is one JSON array."""
     with closing(lines(path, limit=limit)) as numbered:
         try:
             _, first = next(numbered, (0, b""))
@@ -194,7 +181,7 @@ def is_array(path: Place, *, limit: int) -> bool:
 
 
 def elements(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog | None = None) -> Units:
-    """Yield the records of a `.json` file with the line where each starts: array elements, one object, or lines."""
+    """Yield the records of a `.json` file, which contains an array, one object, or lines."""
     with open_bytes(path, log=log) as file:
         line = 1
         while (first := file.read(1)) and first in _SPACE:
@@ -212,7 +199,7 @@ def elements(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog | Non
 
 
 def _elements(file: BinaryIO, line: int, *, limit: int, chunk: int) -> Units:
-    """Yield the elements of an array after its `[`, each with its line and without surrounding whitespace.
+    """Yield the line and the text of each element of an array; the file is read from after the `[`.
 
     {"a": 1}, {"b": [2, 3]} ]  ->  {"a": 1}  ·  {"b": [2, 3]}
     """
@@ -237,7 +224,7 @@ def _elements(file: BinaryIO, line: int, *, limit: int, chunk: int) -> Units:
 
 
 def _pieces(file: BinaryIO, chunk: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield pieces of array elements, each with the comma or bracket that ends the element, if any."""
+    """Yield pieces of array elements, with the comma or bracket after the last piece of an element."""
     depth, held = 0.0, b""
     in_string = False
     while data := file.read(chunk):
@@ -255,7 +242,7 @@ def _pieces(file: BinaryIO, chunk: int) -> Iterator[tuple[bytes, bytes]]:
                 start = at
                 # After the end of the array, no character can end an element.
                 depth = math.inf if sign == b"]" else 0
-        # Reread a backslash at the end together with the byte that it escapes.
+        # Read a backslash at the end again, together with the byte that it escapes.
         stop = at if in_string else len(data)
         yield data[start:stop], b""
         held = data[stop:]

@@ -1,10 +1,10 @@
-"""Unroll a conversation into one row per trained answer; each row is the prefix that ends with its answer.
+"""Unroll a conversation into one row per answer; each row ends with its answer.
 
     user a1 user a2   ->   user a1
-                           user a1 user a2        here a1 is context: the row before trains it
+                           user a1 user a2        here a1 is only context
 
-A chat template may render an answer differently when more messages follow it, for example without its reasoning. As the
-last message of a row, each answer is rendered as the model has to generate it.
+Some chat templates render an earlier answer differently, for example without its reasoning. As the last message of a
+row, each answer is rendered as the model has to generate it.
 """
 
 from __future__ import annotations
@@ -19,26 +19,24 @@ from chatmill.records.record import Message, Record
 from chatmill.rows import Rule, TrainOn
 
 MAX_ROWS = 1024
-"""Maximum rows per conversation. All rows are in memory at once, and the number of tokens grows quadratically with the
-number of rows.
-"""
+"""Maximum rows per conversation; the number of tokens grows quadratically with the number of rows."""
 
 
 @dataclass(frozen=True)
 class Unrolled:
-    """A conversation unrolled into rows. Each trained message is trained only in the first row that contains it."""
+    """A conversation unrolled into rows. A message counts in the loss only in the first row that contains it."""
 
     record: Record
     rows: Sequence[Record]
-    """For each row, the messages up to and including its answer; shared with the record, not copied."""
+    """For each row, the messages up to and including its answer."""
     answers: Sequence[int]
-    """For each row, the index of the answer that it trains and ends with, or -1 if it trains no whole answer."""
+    """For each row, the index of its answer, or -1 if the loss does not include a whole answer."""
     first_new: Sequence[int]
     """For each row, the first message that is not in an earlier row."""
     context_rules: Sequence[Rule]
-    """For each message, why it is context in rows that do not train it."""
+    """For each message, why the loss excludes it in rows where it is context."""
     flagged_answers: int
-    """Number of answers without a row, because their own weight is 0 or they are incomplete."""
+    """Number of answers without a row, because they have weight 0 or are incomplete."""
     trailing: int
     """Number of messages after the end of the last row."""
 
@@ -48,9 +46,9 @@ class Unrolled:
 
 
 def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
-    """Return the rows of a conversation, one per answer selected by `train_on` or by its own weight.
+    """Return one row per answer that `train_on` or the weight of the answer selects.
 
-    A conversation without selected answers remains one row.
+    A conversation without such answers remains one row.
     """
     messages = record.messages
     since = _first_selected(messages, train_on)
@@ -58,15 +56,15 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
     answers = [at for at, message in numbered if message.role == "assistant"]
     with_row = [at for at in answers if _is_trained(messages[at], by_role=at >= since)]
     stops = [at + 1 for at in with_row]
-    # If only ranges of an answer are trained, its row gets -1, because it does not train the whole answer.
+    # -1 means that the loss includes only ranges of the answer.
     trained = [at if at >= since or messages[at].weight is not None else -1 for at in with_row]
-    # Keep a trailing message trained by its own weight, such as a user message, in a row without an answer.
+    # A trailing message with its own weight, such as a user message, gets a row without an answer.
     if not stops or any(_is_trained(message, by_role=False) for message in messages[stops[-1] :]):
         stops.append(len(messages))
         trained.append(-1)
     if len(stops) > MAX_ROWS:
-        what = f"the record has {len(stops):,} answers, and the row of each would repeat all messages before it"
-        right = f"at most {MAX_ROWS:,} can be unrolled; split the conversation, or leave out --unroll"
+        what = f"the record has {len(stops):,} answers, too many to unroll"
+        right = f"expected at most {MAX_ROWS:,}; split the conversation, or omit --unroll"
         raise RecordError(what, right, kind="too_many_answers").at(record.file, record.line, record.id)
     return Unrolled(
         record,
@@ -80,7 +78,7 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
 
 
 def _first_selected(messages: Sequence[Message], train_on: TrainOn) -> int:
-    """Return an index such that `train_on` selects exactly the answers at or after it."""
+    """Return the index from which on `train_on` selects all answers."""
     if train_on == "assistant":
         return 0
     last = "assistant" if train_on == "last" else "user"

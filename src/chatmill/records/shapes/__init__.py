@@ -1,6 +1,6 @@
-"""One parser per record shape, and detection of the shape of a file.
+"""Detect the shape of a file, and parse its records.
 
-A parser turns the bytes of one record into conversations, or raises a `RecordError`; it does not read files.
+A parser turns the bytes of one record into conversations, or raises a `RecordError`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chatmill.records.shapes.plain_text import TextTemplates
 Shape = Callable[[bytes], list[ParsedRecord]]
 DecodeLines = Callable[[bytes], list[ParsedRecord] | None]
 
-# Bytes of an invalid record kept with its error: enough to recognize the record, but few enough to keep many records.
+# Bytes of an invalid record to keep with the error.
 RAW_BYTES = 4096
 
 
@@ -53,37 +53,37 @@ SHAPES = (*_OBJECTS, *_OTHERS)
 _RECORDS = 16
 _UNITS = 1000
 _PAIRS = (("question", "answer"), ("query", "response"), ("input", "output"), ("prompt", "response"))
-"""Common key names for a question and its answer, too general to be used without `--columns`."""
+"""Common keys for a question and an answer, too general to detect a shape."""
 
 
 class _OtherFormat(NamedTuple):
     name: str
     keys: set[str]
-    """Keys by which the format is recognized, in the first object of the list."""
+    """Keys of the first object in the list that identify the format."""
 
 
 _OTHER_FORMATS = {
     "contents": _OtherFormat("the Gemini format", {"parts"}),
     "segments": _OtherFormat("the Axolotl segments format", {"label", "text"}),
-    "conversation": _OtherFormat("pairs of human and assistant", {"human", "assistant"}),
+    "conversation": _OtherFormat("the format of human and assistant pairs", {"human", "assistant"}),
 }
-"""Formats that are not supported, by record key."""
+"""Unsupported formats, by record key."""
 _HINT = f"set the shape with --shape: {', '.join(SHAPES)}"
 
 _DECODE_LINES: dict[str, DecodeLines] = {"messages": messages.decode_lines}
-"""Parsers for blocks of lines of the most common shape."""
+"""Parsers for blocks of lines, for the most common shape."""
 
 
 @dataclass(frozen=True)
 class ShapeOptions:
-    """Options that affect how records are parsed."""
+    """Options for parsing records."""
 
     columns: str | None = None
-    """Names of keys and roles in the file, such as `messages=conversations,role=from`."""
+    """The keys and roles of the file, such as `messages=conversations,role=from`."""
     response_template: str | None = None
-    """With `text` records: the text before each answer."""
+    """For `text` records: the text before each answer."""
     instruction_template: str | None = None
-    """With `text` records: the text before each question."""
+    """For `text` records: the text before each question."""
 
     def column_map(self) -> ColumnMap | None:
         return None if self.columns is None else parse_columns(self.columns)
@@ -102,14 +102,13 @@ NO_OPTIONS = ShapeOptions()
 
 
 def _reader(shape: str, options: ShapeOptions) -> Shape:
-    """Return the parser of a shape with the given options."""
     columns, templates = options.column_map(), options.templates()
     if templates is not None and shape != "text":
         raise UsageError(f"--response-template is only for records of shape text, not {shape}; remove it")
     if shape in _OTHERS or shape == "primer":
         if columns is not None:
             raise UsageError(
-                f"--columns cannot be used with records of shape {shape}, which has fixed names; remove it"
+                f"--columns cannot be used with the shape {shape}, whose names are fixed; remove it"
             )
         if shape in _OTHERS:
             return _OTHERS[shape]
@@ -128,7 +127,7 @@ def _reader(shape: str, options: ShapeOptions) -> Shape:
 
 
 def _object(data: bytes, key: str | None) -> Object:
-    """Decode a record to a JSON object; a list of messages becomes an object with the list under `key`."""
+    """Decode a record to a JSON object; a bare list of messages becomes the value of `key`."""
     if key is not None and data.lstrip()[:1] == b"[":
         value = decode(data)
         if type(value) is list and value and all(type(turn) is dict for turn in value):
@@ -140,8 +139,7 @@ def _object(data: bytes, key: str | None) -> Object:
 class ShapeParser:
     """Parses records of one shape from the bytes of one file.
 
-    The parser never raises: an invalid record is returned as a `RecordError` among the records, with its origin and
-    first bytes.
+    For an invalid record, the parser returns a `RecordError` instead of raising it.
     """
 
     file: str
@@ -165,10 +163,10 @@ class ShapeParser:
         return [fault.at(self.file, line, _id(data) if len(data) <= self.limit else None)]
 
     def block(self, first_line: int, block: bytes) -> list[Record | RecordError]:
-        """Return the records of a block of lines if it can be decoded at once, else an empty list."""
+        """Return the records of a block of lines, or an empty list if the block cannot be decoded at once."""
         parsed = self.decode_lines(block) if self.decode_lines is not None and len(block) <= self.limit else None
         source, file = self.source, self.file
-        # Only plain records are decoded in blocks, and plain records have no unread keys.
+        # Only plain records are decoded in blocks; they have no unread keys.
         return [
             new_record(each.messages, each.id, each.tools, source, file, line)
             for line, each in enumerate(parsed or (), first_line)
@@ -176,7 +174,6 @@ class ShapeParser:
 
 
 def parsed_record(parsed: ParsedRecord, source: str, file: str, line: int) -> Record:
-    """Build the `Record` of a parsed line."""
     turns, id, tools, *others = parsed
     return new_record(turns, id, tools, source, file, line, *others)
 
@@ -187,7 +184,7 @@ def parser(shape: str, *, file: str, source: str, limit: int, options: ShapeOpti
 
 
 def _id(data: bytes) -> str | None:
-    """Return the id of an invalid record, if it can be read."""
+    """Return the id of an invalid record, if possible."""
     try:
         record = decode(data)
     except (RecordError, RecursionError):
@@ -204,8 +201,7 @@ def _id(data: bytes) -> str | None:
 
 
 def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | None = None) -> tuple[str, str]:
-    """Return the shape of the first records of a file, and the reason; raise if no shape or several shapes are
-    possible.
+    """Return the shape of a file and the reason; raise if no shape or several shapes fit its first records.
 
     `primer` is never detected, because all of its records are also `messages`.
     """
@@ -236,8 +232,8 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
         what = f"{file}: cannot detect the shape of records with the keys {keys}"
         raise DataError(f"{what}; {_HINT}, or map the keys{_columns_hint(record)}")
     if possible is None:
-        # No record is an object, so every shape would report the same errors.
-        return "messages", "no record indicates another shape"
+        # No record is an object, so all shapes would report the same errors.
+        return "messages", "no record has another shape"
     if "messages" in possible:
         return "messages", possible["messages"]
     if len(possible) > 1:
@@ -246,9 +242,9 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
 
 
 def _columns_hint(record: Object) -> str:
-    """Return a hint with the `--columns` value that would read a record with a question and an answer.
+    """Return a hint with the `--columns` value for a record with a question and an answer.
 
-    If the record has a system text or a history, the names are those of the `alpaca` shape, which reads both.
+    The `alpaca` shape also reads a system text and a history.
     """
     pair = next((pair for pair in _PAIRS if all(type(record.get(key)) is str for key in pair)), None)
     if pair is None:
@@ -258,7 +254,7 @@ def _columns_hint(record: Object) -> str:
 
 
 def _refuse_other_data(file: str, line: int, record: Object) -> None:
-    """Raise if the keys indicate data that cannot be trained as text, or a format that `--columns` cannot map."""
+    """Reject images, preference data, tokenized data and formats that `--columns` cannot map."""
     keys = KeyReader("the record", "", record, {})
     try:
         keys.refuse_media()
@@ -271,14 +267,14 @@ def _refuse_other_data(file: str, line: int, record: Object) -> None:
     for key, format in _OTHER_FORMATS.items():
         items = record.get(key)
         if type(items) is list and items and type(items[0]) is dict and format.keys <= items[0].keys():
-            what = f'the record has "{key}", {format.name}'
+            what = f'the record has "{key}", as in {format.name}'
             raise RecordError(
                 what, "expected messages with role and content; convert the conversation", kind="keys"
             ).at(file, line)
 
 
 def shapes_of(record: Any) -> dict[str, str]:
-    """Return the shapes that match the keys of a decoded record, with the reasons; empty if none match."""
+    """Return the shapes that fit the keys of a decoded record, with reasons."""
     if isinstance(record, str):
         return {"transcript": "the text has <|USER|> or <|ASSISTANT|>"} if _has_marker(record) else {}
     if not isinstance(record, dict):
@@ -302,7 +298,6 @@ def shapes_of(record: Any) -> dict[str, str]:
 
 
 def _list_shapes(turns: list[Any]) -> dict[str, str]:
-    """Return the possible shapes of a record that is a list of messages."""
     for shape, key in (("messages", "role"), ("sharegpt", "from")):
         if turns and all(isinstance(turn, dict) and key in turn for turn in turns):
             return {shape: f"the records are lists of messages with {quoted(key)}"}
@@ -310,9 +305,9 @@ def _list_shapes(turns: list[Any]) -> dict[str, str]:
 
 
 _MESSAGE_KEYS = {"messages": "messages", "sharegpt": "conversations"}
-"""Shapes whose records may be a bare list of messages, and the key under which the list is read."""
+"""Shapes whose records may be a bare list of messages, and the key for the list."""
 _BESIDE_A_TEXT = ("role", "from", "output", "outputs", "response", "responses", "answer", "answers", "completions")
-"""Keys that indicate that a text is one of several messages, or has its answer elsewhere."""
+"""Keys that show that a `text` is not the whole record."""
 _KEYS_OF_SHAPES = {
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
@@ -323,7 +318,7 @@ _KEYS_OF_SHAPES = {
 
 
 def _chat_shapes(record: Object) -> dict[str, str]:
-    """Return `messages`, `tool` or both: the two shapes share plain turns and differ in roles and keys."""
+    """Return `messages`, `tool` or both: the shapes differ only in some roles and keys."""
     as_messages = {"messages": 'the records have "messages"'}
     as_tool = {"tool": 'the records have "messages" and "system", or the roles assistant_toolcall and toolresult'}
     turns = record["messages"] if isinstance(record["messages"], list) else []
@@ -337,7 +332,7 @@ def _chat_shapes(record: Object) -> dict[str, str]:
 
 
 def _value(data: bytes) -> Any:
-    """Return the decoded record, or raw transcript text, or None if it cannot be decoded."""
+    """Return the decoded record or the transcript text; None if it cannot be decoded."""
     if data.lstrip()[:2] == b"<|":
         return data.decode(errors="replace")
     try:
@@ -347,7 +342,7 @@ def _value(data: bytes) -> Any:
 
 
 def keys_in(data: bytes) -> set[str]:
-    """Return the keys of a record and of its nested objects, including lists given as JSON text."""
+    """Return the keys of a record and of its nested objects."""
     keys: set[str] = set()
     values = [_value(data)]
     while values:

@@ -2,8 +2,8 @@
 
     messages=conversations,role=from,content=value,user=human,assistant=gpt
 
-In NAME=COLUMN, NAME is chatmill's name for the key or role, and COLUMN is the name in the file. Keys are renamed before
-a record is parsed; keys that are not mapped keep their names. The ShareGPT roles human and gpt need no mapping.
+In NAME=COLUMN, NAME is chatmill's name for the key or role, and COLUMN is the name in the file. Other keys keep their
+names. The ShareGPT roles human and gpt need no mapping.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from chatmill.records.shapes.ranges import RANGE_KEYS
 MESSAGE_LISTS = ("messages", "conversations", "prompt", "completion")
 """Keys with lists of messages."""
 JSON_LISTS = ("messages", "conversations")
-"""Keys whose list may be given as JSON text; a prompt or completion that is text is not parsed as a list."""
+"""Keys whose list may be given as JSON text."""
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 RECORD_KEYS = (
     *("messages", "prompt", "completion"),
@@ -38,25 +38,23 @@ RECORD_KEYS = (
 )
 MESSAGE_KEYS = ("role", "content", *REASONING_KEYS, "tool_calls", "tool_call_id", "name", *RANGE_KEYS)
 BOTH = (*FLAG_KEYS, *WEIGHT_KEYS)
-"""Keys that can be mapped both in records and in messages."""
+"""Keys of both records and messages."""
 
 
 @dataclass(frozen=True)
 class ColumnMap:
-    """Renames record keys, message keys and roles; each mapping goes from the file's names to chatmill's."""
+    """Maps the record keys, message keys and roles of a file to chatmill's names."""
 
     record: Mapping[str, str]
     message: Mapping[str, str]
     roles: Mapping[str, str]
 
     def renamed(self, values: Object) -> tuple[Object, list[str]]:
-        """Return the record with chatmill's names, and the keys that were dropped because a renamed key took their
-        name.
-        """
+        """Return the record with chatmill's names, and the keys that were dropped because of a name conflict."""
         out = {self.record[key]: value for key, value in values.items() if key in self.record}
         left_out = [key for key in values if key not in self.record and key in out]
         if not set(PREFERENCE_KEYS).isdisjoint(self.record):
-            # The map selects which answer of a preference pair to train, so the other answer is not needed.
+            # The map selects one answer of a preference pair, so the other answer is not needed.
             left_out += [key for key in PREFERENCE_KEYS if key in values and key not in self.record]
         out |= {key: value for key, value in values.items() if key not in self.record and key not in left_out}
         for key in MESSAGE_LISTS:
@@ -72,7 +70,7 @@ class ColumnMap:
         if not isinstance(turn, dict):
             return turn
         out = {self.message[key]: value for key, value in turn.items() if key in self.message}
-        # If two keys get the same name, keep the unmapped key under another name, so that it is reported as unread.
+        # If two keys get the same name, rename the unmapped key, so that it is reported as unread.
         out |= {key if key not in out else f"{key} ": value for key, value in turn.items() if key not in self.message}
         for key in ("role", "from"):
             if isinstance(role := out.get(key), str):
@@ -80,14 +78,14 @@ class ColumnMap:
         return out
 
     def reported(self, parsed: ParsedRecord, left_out: list[str]) -> ParsedRecord:
-        """Return the parsed record, with unread keys under the names used in the file."""
+        """Return the parsed record, with the file's names for unread keys."""
         lists = {key: name for name, key in self.record.items() if key in MESSAGE_LISTS}
         names = [_in_file(name, lists) for name in parsed.unread_keys]
         return parsed._replace(unread_keys=(*names, *map(one_line, left_out)))
 
 
 def _list_in_json(text: str) -> Any:
-    """Decode a list from JSON text; return text that is not a list unchanged, so that the parser reports it."""
+    """Decode a list from JSON text; return any other text unchanged."""
     try:
         value = decode(text.encode())
     except (RecordError, RecursionError):
@@ -101,7 +99,7 @@ def _in_file(name: str, lists: Mapping[str, str]) -> str:
 
 
 def parse_columns(text: str) -> ColumnMap:
-    """Parse `NAME=COLUMN,NAME=COLUMN` to a map; several names in the file can be mapped to the same role."""
+    """Parse `NAME=COLUMN,NAME=COLUMN`; a role may have several names in the file."""
     record: dict[str, str] = {}
     message: dict[str, str] = {}
     roles: dict[str, str] = {}

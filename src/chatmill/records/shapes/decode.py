@@ -1,4 +1,4 @@
-"""Decode the JSON of one record, reporting where it is invalid, and encode values as JSON."""
+"""Decode the JSON of one record, with the position of errors, and encode values as JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ except ImportError:  # pragma: no cover
 
 
 BYTES = {"(bytes)": True}
-"""Placeholder for binary table values, which is never trained because it is not a string."""
+"""Placeholder for binary table values."""
 _DECODER = msgspec.json.Decoder()
-# Matches an escaped surrogate that is not part of a pair; `\\ud800` with an escaped backslash is plain text.
+# Matches an escaped surrogate that is not part of a pair, unless its backslash is escaped.
 _LONE_SURROGATE = re.compile(
     rb"(?<!\\)(?:\\\\)*+(\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F]))"
@@ -32,7 +32,7 @@ _REASON = re.compile(r"JSON is malformed: (.*) \(byte (\d+)\)")
 def decode(data: bytes) -> Any:
     """Decode `data`; duplicate keys in an object are an error.
 
-    Nesting that is too deep raises a `RecursionError`, which the caller handles.
+    Deep nesting raises a `RecursionError`.
     """
     try:
         value = _DECODER.decode(data)
@@ -57,11 +57,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> None:
 
 
 def repeated_key(data: bytes) -> str | None:
-    """Return a duplicate key of an object in `data`, which is valid JSON, or None if all keys are unique."""
+    """Return a duplicate key of valid JSON, or None."""
     if not may_repeat_key(data):
         return None
     try:
-        # Keep numbers as text: only keys matter, and Python limits the digits of an integer.
+        # Keep numbers as text, because Python limits the digits of an integer.
         json.loads(data, object_pairs_hook=_unique, parse_int=str, parse_float=str)
     except _RepeatedKeyError as error:
         return str(error)
@@ -69,7 +69,7 @@ def repeated_key(data: bytes) -> str | None:
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
-    """Decode `data` as a JSON object; raise a `RecordError` for any other value."""
+    """Decode `data`, which must be a JSON object."""
     value = decode(data)
     if type(value) is not dict:
         raise RecordError(f"the record is {named(value)}", "expected one JSON object", kind="object")
@@ -84,14 +84,12 @@ def decode_text(data: bytes) -> str:
 
 
 def compact(value: Any) -> str:
-    """Encode a value as JSON without spaces, keeping key order and non-ASCII characters."""
+    """Encode a value as JSON without spaces."""
     return msgspec.json.encode(value).decode()
 
 
 def json_line(value: Any) -> bytes:
-    """Encode a value as a line of JSON. File names that are not valid UTF-8 are escaped so that they read back
-    unchanged.
-    """
+    """Encode a value as a line of JSON, including file names that are not valid UTF-8."""
     try:
         return msgspec.json.encode(value) + b"\n"
     except UnicodeEncodeError:
@@ -138,7 +136,7 @@ def _text_fault(data: bytes) -> RecordError | None:
 
 
 def _place(data: bytes, at: int) -> str:
-    """Format a position as a column in characters, counted from 1, and the line within a record of several lines."""
+    """Format a position as a column, counted in characters from 1, and a line if the record has several lines."""
     column = len(data[data.rfind(b"\n", 0, at) + 1 : at].decode(errors="replace")) + 1
     below = data.count(b"\n", 0, at)
     return f"column {column}" + (f" of line {below + 1} of the record" if below else "")

@@ -1,6 +1,6 @@
-"""Read and validate the keys of a record one by one, and report keys that were not read.
+"""Read and validate the keys of a record, and report keys that were not read.
 
-Errors name the owner of a key (`message 3`, counted from 0).
+Errors name the owner of a key, such as `message 3`, counted from 0.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ Object = dict[str, Any]
 TEXT_ROLES: dict[str, Role] = {role: role for role in ROLES if role != "tool"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 FLAG_KEYS = ("train", "training", "loss", "masked")
-"""Boolean keys that select messages to train; `training` is from Axolotl, `loss` from ms-swift, `masked` from
-torchtune.
-"""
+"""Boolean keys that select messages: `training` is from Axolotl, `loss` from ms-swift, `masked` from torchtune."""
 WEIGHT_KEYS = ("weight", "loss_weight", "loss_scale")
-"""Numeric keys that set a weight; `loss_weight` is from LLaMA-Factory, `loss_scale` from ms-swift."""
+"""Numeric keys: `loss_weight` is from LLaMA-Factory, `loss_scale` from ms-swift."""
 ANSWER_KEYS = ("loss", "loss_weight", "loss_scale")
-"""Keys of trainers that train only assistant messages."""
-# Weights are stored as 32-bit floats; the limits are the smallest and largest normal values.
+"""Keys of trainers that train only on assistant messages."""
+# The smallest and largest normal float32 values.
 _MIN_WEIGHT, _MAX_WEIGHT = 1.1754943508222875e-38, 3.4028234663852886e38
 
 MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
@@ -39,19 +37,19 @@ ROLE_NAMES: dict[str, Role] = {
     **dict.fromkeys(("human", "prompter", "question"), "user"),
     **dict.fromkeys(("function", "observation", "ipython"), "tool"),
 }
-"""Names of roles in other formats, for hints in errors."""
+"""Role names of other formats, for hints in errors."""
 LABEL_KEYS = ("label", "kto_tag")
 """Boolean keys in KTO data that mark an answer as desirable or not."""
 RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template")
-"""Arguments of `apply_chat_template` that are not template variables, or that chatmill sets itself."""
+"""Arguments of `apply_chat_template` that a record must not set."""
 
 MAX_UNREAD = 64
-"""Number of unread keys to list per record; further keys are counted as `OTHER_KEYS`."""
+"""Number of unread keys to list per record; further keys are listed as `OTHER_KEYS`."""
 OTHER_KEYS = "(other keys)"
 
 
 class ParsedRecord(NamedTuple):
-    """The parsed content of one record; the reader adds its origin to make a `Record`."""
+    """A record without its source, file and line."""
 
     messages: list[Message]
     id: str | None = None
@@ -83,7 +81,7 @@ class KeyReader:
         return key in self._values
 
     def child(self, owner: str, path: str, values: Object) -> KeyReader:
-        """Return a reader of a nested object, which shares the list of unread keys."""
+        """Return a reader of a nested object; both readers share the unread keys."""
         return KeyReader(owner, self._path + path, values, self._unread)
 
     def finish(self) -> None:
@@ -96,14 +94,14 @@ class KeyReader:
     # Read a value of any type.
 
     def take(self, key: str) -> Any:
-        """Take the value under `key`; None if it is null or missing."""
+        """Take the value of `key`; None if it is null or missing."""
         return self._values.pop(key, None)
 
     def peek(self, key: str) -> Any:
         return self._values.get(key)
 
     def required(self, key: str) -> Any:
-        """Take the value under `key`, which may be null; raise if the key is missing."""
+        """Take the value of `key`, which may be null but not missing."""
         if key not in self._values:
             keys = keys_shown(list(self._given)) or "none"
             what = f'{self.owner} has no "{key}"'
@@ -111,23 +109,22 @@ class KeyReader:
         return self._values.pop(key)
 
     def text(self, key: str) -> str:
-        """Take the string under `key`."""
         value = self.required(key)
         if type(value) is not str:
             raise RecordError(f"{self.owner} has {named(value)} as {key}", "expected a string", kind="content")
         return value
 
     def optional_text(self, key: str) -> str | None:
-        """Take the string under `key`; None if it is null or missing."""
+        """Take the string; None if it is null or missing."""
         if self.peek(key) is None:
             self.take(key)
             return None
         return self.text(key)
 
     def role(self, key: str, roles: Mapping[str, Role], *, has_columns: bool = True) -> Role:
-        """Return the role to which `roles` maps the name under `key`.
+        """Take the name under `key`, and map it with `roles`.
 
-        If `has_columns` is true, the error names the `--columns` option that maps an unknown role.
+        With `has_columns`, the error for an unknown role names the `--columns` option that maps it.
         """
         right = f"expected {listed(tuple(roles))}"
         if key not in self:
@@ -143,46 +140,46 @@ class KeyReader:
     # Refuse keys that are not supported.
 
     def refuse(self, *keys: str, right: str) -> None:
-        """Raise if one of `keys` is set, because its content would be lost silently."""
+        """Reject `keys` whose content would otherwise be lost silently."""
         for key in keys:
             if self.take(key) is not None:
                 raise RecordError(f'{self.owner} has a "{key}"', right, kind="keys")
 
     def refuse_media(self) -> None:
-        """Raise if there are images, videos or audio; an empty list counts as none."""
+        """Reject images, videos and audio, but not empty lists."""
         for key in MEDIA_KEYS:
             if self.take(key) not in (None, [], "", {}):
-                what = f'{self.owner} has "{key}", but only text can be trained'
-                raise RecordError(what, "leave out these records, or remove the key", kind="media")
+                what = f'{self.owner} has "{key}", but chatmill trains only on text'
+                raise RecordError(what, "remove the record or the key", kind="media")
 
     def refuse_preferences(self) -> None:
-        """Raise for preference data: DPO pairs and KTO labels."""
+        """Reject preference data: DPO pairs and KTO labels."""
         for key in PREFERENCE_KEYS:
             if self.take(key) is not None:
-                what = f'{self.owner} has "{key}": it is preference data (DPO), with a better and a worse answer'
-                right = "expected one answer; --columns completion=chosen trains the better answer"
+                what = f'{self.owner} has "{key}", as in preference data (DPO)'
+                right = "expected one answer; --columns completion=chosen selects the better answer"
                 raise RecordError(what, right, kind="preference")
         for key in LABEL_KEYS:
             if type(value := self.peek(key)) in (bool, list) or (key == "kto_tag" and value is not None):
-                what = f'{self.owner} has {named(value)} as "{key}": it is preference data (KTO), with unwanted answers'
+                what = f'{self.owner} has {named(value)} as "{key}", as in preference data (KTO)'
                 right = "keep the records with desirable answers, and remove the key"
                 raise RecordError(what, right, kind="preference")
             if value is None:
                 self.take(key)
 
     def refuse_masks(self) -> None:
-        """Raise if a key of another trainer, such as `mask`, selects the messages to train."""
+        """Reject keys with which other trainers select messages."""
         if type(mask := self.peek("mask")) is str and mask.lower() == "user":
             self.take("mask")
         elif type(mask) is str:
-            what = f'{self.owner} has "mask", which NeMo uses to select the roles to train'
+            what = f'{self.owner} has "mask", with which NeMo selects the roles to train on'
             raise RecordError(what, "expected train: true or false in the messages", kind="keys")
         if self.peek("only_last") is True:
             what = f'{self.owner} has "only_last"'
             raise RecordError(what, "remove the key, and use --train-on last", kind="keys")
 
     def only(self, known: Sequence[str]) -> None:
-        """Raise if there is a key that is not `known`."""
+        """Reject keys that are not `known`."""
         if unknown := [key for key in self._values if key not in known]:
             noun = "key" if len(unknown) == 1 else "keys"
             what = f"{self.owner} has the unknown {noun} {keys_shown(unknown)}"
@@ -190,7 +187,7 @@ class KeyReader:
 
 
 def quoted(text: str) -> str:
-    """Put text from data in double quotes, safe to print on one line."""
+    """Put text in double quotes, on one line."""
     return f'"{one_line(text)}"'
 
 
@@ -200,7 +197,7 @@ def listed(words: Sequence[str], last: str = "or") -> str:
 
 
 def _role_hint(name: str, roles: Mapping[str, Role]) -> str:
-    """Return a hint on how to map the role `name` with `--columns`; empty if that is not possible."""
+    """Return a hint on how to map the role with `--columns`; empty if that is not possible."""
     if name in ROLES or not re.fullmatch(r"[\w.-][\w .-]{,39}(?<! )", name):
         return ""
     role = roles.get(name.lower()) or ROLE_NAMES.get(name.lower())
@@ -220,7 +217,7 @@ def keys_shown(keys: Sequence[str]) -> str:
 def read_record(
     values: Object, read_messages: Callable[[KeyReader], list[Message]], *, id_key: str = "id"
 ) -> ParsedRecord:
-    """Parse a record: its messages, and the keys that all shapes share."""
+    """Parse a record: the messages, and the keys that all shapes share."""
     unread: dict[str, None] = {}
     record = KeyReader("the record", "", values, unread)
     record.refuse_media()
@@ -240,7 +237,7 @@ def read_record(
 
 
 class PlainMessages(NamedTuple):
-    """Keys and roles of a shape's plain messages, which have only a role and a text."""
+    """The keys and roles of messages that have only a role and a text."""
 
     role: str
     text: str
@@ -250,11 +247,11 @@ class PlainMessages(NamedTuple):
 def messages(
     record: KeyReader, key: str, read_message: Callable[[KeyReader], Message], plain: PlainMessages
 ) -> list[Message]:
-    """Read the messages in the list under `key`, which must not be empty and may be JSON text."""
+    """Read the messages under `key`: a non-empty list, or such a list as JSON text."""
     role_key, text_key, roles = plain
     out: list[Message] = []
     for index, turn in enumerate(message_list(record, key)):
-        # Nearly all messages are plain, and this branch reads them several times faster.
+        # A faster branch for plain messages, which are the most common.
         role, text = (turn.get(role_key), turn.get(text_key)) if len(turn) == 2 else (None, None)
         if type(text) is str and type(role) is str and role in roles:
             out.append(new_message(roles[role], text))
@@ -264,7 +261,7 @@ def messages(
 
 
 def message_list(record: KeyReader, key: str) -> list[Any]:
-    """Return the non-empty list of messages under `key`: dicts, or `Message` objects from Python code."""
+    """Return the non-empty list of messages under `key`: dicts or `Message` objects."""
     turns = record.required(key)
     if type(turns) is str:
         what = f"the record has a string as {key} that is not JSON"
@@ -290,7 +287,7 @@ def read_turn(
 
 
 def with_system(record: KeyReader, turns: list[Message]) -> list[Message]:
-    """Put the top-level `system` text before the messages, unless they start with the same system message."""
+    """Put the top-level `system` text first, unless the messages start with the same text."""
     first = system(record)
     if first and turns and turns[0].role == "system":
         if turns[0].content != first[0].content:
@@ -301,7 +298,7 @@ def with_system(record: KeyReader, turns: list[Message]) -> list[Message]:
 
 
 def system(record: KeyReader) -> list[Message]:
-    """Return the top-level `system` text as a list of one message; an empty list if the text is missing or empty."""
+    """Return the top-level `system` text as a list of at most one message."""
     text = record.optional_text("system")
     return [new_message("system", text)] if text else []
 
@@ -317,7 +314,7 @@ def record_id(record: KeyReader, key: str = "id") -> str | None:
 
 
 def tools(record: KeyReader) -> tuple[str, ...]:
-    """Return the tool definitions under `tools`, each as compact JSON. The list may be given as JSON text."""
+    """Return the tool definitions, each as compact JSON; the list may be given as JSON text."""
     given, right = record.take("tools"), "expected a list of tool definitions"
     if given is None or (type(given) is str and not given.strip()):
         return ()
@@ -333,7 +330,7 @@ def tools(record: KeyReader) -> tuple[str, ...]:
 
 
 def template_kwargs(record: KeyReader) -> str:
-    """Return the template variables under `chat_template_kwargs` as compact JSON; empty if there are none."""
+    """Return `chat_template_kwargs` as compact JSON, or an empty string."""
     given, right = record.take("chat_template_kwargs"), 'expected an object such as {"enable_thinking": false}'
     given = json_value(given, "chat_template_kwargs is not JSON", right, kind="template_kwargs")
     if given is None or given == {}:
@@ -345,7 +342,7 @@ def template_kwargs(record: KeyReader) -> str:
         if not name.isidentifier() or name in RESERVED_KWARGS:
             what = f"chat_template_kwargs has {quoted(name)}"
             raise RecordError(what, "expected names of template variables", kind="template_kwargs")
-    # In a table, every row has the keys of all rows, so a null value means that the key is missing in this row.
+    # In a table, all rows have the same keys, so null means that the key is missing.
     given = {name: value for name, value in sorted(given.items()) if value is not None}
     return compact(given) if given else ""
 
@@ -354,9 +351,9 @@ def template_kwargs(record: KeyReader) -> str:
 
 
 def read_weight(fields: KeyReader, role: Role | None = None) -> float | None:
-    """Return the weight set by one of `FLAG_KEYS` or `WEIGHT_KEYS`, or None if none is given.
+    """Return the weight set by one of `FLAG_KEYS` or `WEIGHT_KEYS`, or None.
 
-    Raise for a weight over 0 on a tool result, which is never trained.
+    A tool result cannot have a weight over 0.
     """
     given = {key: value for key in (*FLAG_KEYS, *WEIGHT_KEYS) if (value := fields.take(key)) is not None}
     if not given:
@@ -374,17 +371,17 @@ def read_weight(fields: KeyReader, role: Role | None = None) -> float | None:
         right = "expected 0 instead" if 0 < number < 1 else "expected a finite number, 0 or more"
         raise RecordError(f"{owner} has {key} {one_line(str(number))}", right, kind="weight")
     if number and key in ANSWER_KEYS and role not in (None, "assistant"):
-        what = f"{owner} has {key} on role {role}, but this key is from a trainer that trains only assistant messages"
+        what = f"{owner} has {key} on role {role}, but this key is for assistant messages"
         raise RecordError(what, "use weight or train instead", kind="weight")
     if number and role == "tool":
         what = f"{owner} has a weight over 0 on a tool result"
         raise RecordError(what, "expected no weight, or train: false", kind="weight")
-    # Adding 0.0 removes the sign of a negative zero.
+    # Adding 0.0 turns -0.0 into 0.0.
     return float(number) + 0.0
 
 
 def reasoning(turn: KeyReader, role: Role) -> str:
-    """Return the text of `reasoning_content`, `reasoning` or `thinking`; empty if none is given."""
+    """Return the text of `reasoning_content`, `reasoning` or `thinking`, or an empty string."""
     given = {text for key in REASONING_KEYS if key in turn and (text := turn.optional_text(key))}
     if len(given) > 1:
         what = f"{turn.owner} has reasoning under two keys, with different texts"
@@ -396,7 +393,7 @@ def reasoning(turn: KeyReader, role: Role) -> str:
 
 
 def json_value(value: Any, what: str, right: str, *, kind: str) -> Any:
-    """Decode a value that may be given as JSON text; if it is not JSON, raise an error that starts with `what`."""
+    """Decode a value that may be JSON text; `what` starts the error for invalid JSON."""
     try:
         return decode(value.encode()) if type(value) is str else value
     except RecordError as fault:
@@ -404,7 +401,7 @@ def json_value(value: Any, what: str, right: str, *, kind: str) -> Any:
 
 
 def tool_call(call: KeyReader, id: str | None = None) -> ToolCall:
-    """Parse a tool call `{"name": …, "arguments": …}`, with arguments as an object or as JSON text."""
+    """Parse a tool call `{"name": …, "arguments": …}`; arguments may be an object or JSON text."""
     owner, right = call.owner, "expected a JSON object"
     name, given = call.text("name"), call.required("arguments")
     raw = given if type(given) is str else ""
@@ -415,7 +412,6 @@ def tool_call(call: KeyReader, id: str | None = None) -> ToolCall:
 
 
 def call_fields(turn: KeyReader, owner: str, path: str, value: Any) -> KeyReader:
-    """Return a reader of the keys of a tool call, which must be an object."""
     if type(value) is not dict:
         raise RecordError(f"{owner} is {named(value)}", "expected an object with name and arguments", kind="arguments")
     return turn.child(owner, path, value)

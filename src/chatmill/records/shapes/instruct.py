@@ -10,12 +10,12 @@ from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord
 
 
 def alpaca(record: Object) -> ParsedRecord:
-    """Parse `system` (if given), the pairs in `history`, the instruction with its input, and the output."""
+    """Parse `system`, `history`, `instruction`, `input` and `output`."""
     return fields.read_record(record, _alpaca_messages)
 
 
 def dolly(record: Object) -> ParsedRecord:
-    """Parse `system` (if given), the instruction with its context, and the response."""
+    """Parse `system`, `instruction`, `context` and `response`."""
     return fields.read_record(record, lambda record: fields.system(record) + _exchange(record, "context", "response"))
 
 
@@ -24,7 +24,7 @@ def _alpaca_messages(record: KeyReader) -> list[Message]:
 
 
 def _exchange(record: KeyReader, context_key: str, answer_key: str) -> list[Message]:
-    """Return two messages: the instruction, with its context after a blank line, and the answer."""
+    """Return the instruction, followed by a blank line and its context, and the answer."""
     instruction = record.text("instruction")
     context = record.optional_text(context_key)
     question = "\n\n".join(part for part in (instruction, context) if part)

@@ -1,8 +1,7 @@
-"""The `messages` shape (OpenAI-style chat, the most common) and its strict form, `primer`.
+"""The `messages` shape, for OpenAI-style chat, and its strict form `primer`.
 
-`decode` and `decode_lines` decode plain records (roles and texts only) directly into typed values, and return None for
-other records. `parse` reads every accepted form and reports errors. For plain records, all three functions give the
-same result.
+`decode` and `decode_lines` are fast, but read only plain records, which contain only roles and texts. `parse` reads all
+records and reports errors.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from chatmill.records.shapes.ranges import read_ranges
 
 _ROLES: dict[str, Role] = {role: role for role in ROLES}
 PLAIN = PlainMessages("role", "content", _ROLES)
-# Newer OpenAI models name the system role "developer".
+# Newer OpenAI models use the role "developer" instead of "system".
 _DEVELOPER: dict[str, Role] = {"developer": "system"}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING_PARTS = ("reasoning", "thinking")
@@ -30,7 +29,7 @@ _CALL_PARTS = ("tool_call", "function_call")
 
 
 class _CommonMessage(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """A plain message: a role and a text. Keys that tables and exports often add may be present if null."""
+    """A plain message: a role and a text. Other common keys may be present if null."""
 
     role: Role
     content: str
@@ -74,12 +73,12 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[Any] = _DECODER) -> Parsed
 
 
 def decode_primer(data: bytes) -> ParsedRecord | None:
-    """Decode a valid primer record; return None for any other record, so that `parse_primer` reports the error."""
+    """Decode a valid primer record; return None for any other record."""
     return decode(data, _PRIMER_DECODER)
 
 
 def decode_lines(block: bytes) -> list[ParsedRecord] | None:
-    """Decode a block of lines if every line is one plain record, else return None."""
+    """Decode a block of lines; return None unless every line is one plain record."""
     count = _object_lines(block)
     if not count or may_repeat_key(block):
         return None
@@ -95,8 +94,8 @@ def decode_lines(block: bytes) -> list[ParsedRecord] | None:
 def _object_lines(block: bytes) -> int:
     """Return the number of lines if each starts with { and ends with }, else 0.
 
-    The decoder treats line ends as spaces. Within a JSON value, a line end never stands between } and {, so every line
-    end separates two values. If there are as many values as lines, each line is one value.
+    JSON never has a line end between } and { inside a value, so if there are as many values as lines, each line is one
+    value.
     """
     raw = np.frombuffer(block, dtype=np.uint8)
     ends = np.flatnonzero(raw == ord("\n"))
@@ -112,7 +111,7 @@ def _conversation(record: _CommonRecord | _PrimerRecord) -> ParsedRecord:
 
 
 def parse(record: Object) -> ParsedRecord:
-    """Parse one record in any of the accepted forms."""
+    """Parse one record."""
     return fields.read_record(record, _messages)
 
 
@@ -138,7 +137,7 @@ def _primer_message(turn: KeyReader) -> Message:
 
 
 def message_from_fields(given: Object, owner: str = "the message") -> Message:
-    """Build a message from fields in the form that `parse` reads; raise for an unknown field."""
+    """Build a message from the fields that `parse` reads; reject unknown fields."""
     turn = KeyReader(owner, "", given, {})
     complete = turn.take("complete")
     turn.refuse_media()
@@ -149,7 +148,7 @@ def message_from_fields(given: Object, owner: str = "the message") -> Message:
 
 
 def record_from_fields(given: Object) -> Record:
-    """Build a record from fields, with messages as `Message` objects or dicts; the list may be empty."""
+    """Build a record from fields; the list of messages may be empty."""
     record = KeyReader("the record", "", given, {})
     record.only(Record.__struct_fields__)
     turns = [] if given.get("messages") == [] else fields.message_list(record, "messages")
@@ -188,7 +187,7 @@ def read_message(turn: KeyReader) -> Message:
 
 
 def _content(turn: KeyReader, role: Role, calls: tuple[ToolCall, ...], weight: float | None) -> _Parts:
-    """Return the text, reasoning and tool calls of a message, each of which may come from content parts."""
+    """Return the text, reasoning and tool calls of a message."""
     reasoning = fields.reasoning(turn, role)
     has_content, content = "content" in turn, turn.take("content")
     if type(content) is str or (content is None and (calls or reasoning)):
@@ -203,10 +202,10 @@ def _content(turn: KeyReader, role: Role, calls: tuple[ToolCall, ...], weight: f
             raise RecordError(f"{owner} is {named(part)}", _PART, kind="content")
         parts.add(turn.child(owner, "content[].", part), weight)
     if parts.reasoning and reasoning:
-        what = f"{turn.owner} has reasoning as a part of its content and as a key"
+        what = f"{turn.owner} has reasoning both in its content and as a key"
         raise RecordError(what, "expected reasoning only once", kind="content")
     if calls and parts.calls:
-        what = f"{turn.owner} has tool calls as parts of its content and as tool_calls"
+        what = f"{turn.owner} has tool calls both in its content and as tool_calls"
         raise RecordError(what, "expected tool calls only once", kind="arguments")
     parts.reasoning, parts.calls = parts.reasoning or reasoning, parts.calls or [*calls]
     return parts
@@ -217,7 +216,7 @@ _PART = 'expected {"type": "text", "text": …}, or the types reasoning and tool
 
 @dataclass
 class _Parts:
-    """Collects the content parts of a message. The parts must be in the order reasoning, text, tool calls."""
+    """The content parts of a message, in the order reasoning, text, tool calls."""
 
     role: Role
     text: str = ""
@@ -242,7 +241,7 @@ class _Parts:
         else:
             given = f"type {quoted(kind)}" if type(kind) is str else "no type"
             is_media = type(kind) is str and any(word in kind for word in ("image", "audio", "video", "file"))
-            right = "only text can be trained; remove these records" if is_media else _PART
+            right = "chatmill trains only on text; remove the record" if is_media else _PART
             raise RecordError(f"{part.owner} has {given}", right, kind="media" if is_media else "content")
         part.finish()
 
@@ -255,9 +254,9 @@ class _Parts:
         own = fields.read_weight(part, self.role)
         if own is not None and self.role != "assistant":
             what = f"{part.owner} has a weight on role {self.role}"
-            raise RecordError(what, "expected parts with a weight only on the assistant", kind="weight")
+            raise RecordError(what, "expected parts with a weight only on role assistant", kind="weight")
         if own is not None and text and weight != 0:
-            # Like Axolotl, train a part only if its message is trained.
+            # As in Axolotl, a message with weight 0 overrides its parts.
             self.ranges.append((len(self.text), len(self.text) + len(text), own))
         self.text += text
 
@@ -292,7 +291,7 @@ def _tool_calls(turn: KeyReader, role: Role) -> tuple[ToolCall, ...]:
 
 
 def _tool_call(turn: KeyReader, owner: str, path: str, call: Any) -> ToolCall:
-    """Parse one tool call, either nested under `function`, as servers return it, or flat."""
+    """Parse one tool call, either flat or nested under `function`."""
     if type(call) is ToolCall:
         return call
     return _call_of(fields.call_fields(turn, owner, path, call))

@@ -1,7 +1,6 @@
 """The `oasst1` shape: message trees, each read as the conversation along the best-ranked replies.
 
-A tree is one object (`prompt` with its `replies`, or the prompt itself), or flat messages on consecutive lines, which
-`grouped` joins into a JSON list.
+A tree is one object, or flat messages on consecutive lines, which `grouped` joins into a JSON list.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _READ = ("message_id", "message_tree_id", "parent_id", "role", "text", "rank", "
 
 
 class _FlatMessage(msgspec.Struct, gc=False):
-    """The fields of a message needed for grouping; an object with a prompt is a whole tree."""
+    """The fields needed for grouping; an object with a prompt is a whole tree."""
 
     message_tree_id: str
     message_id: str | None = None
@@ -35,7 +34,7 @@ _DECODER = msgspec.json.Decoder(_FlatMessage)
 
 
 def parse(record: Any) -> ParsedRecord:
-    """Parse one tree, given as an object with `prompt` or `replies`, or as a list of flat messages."""
+    """Parse one tree: an object with `prompt` or `replies`, or a list of flat messages."""
     if type(record) is list and record and all(type(message) is dict for message in record):
         tree = {"message_tree_id": record[0].get("message_tree_id")}
         return _conversation(tree, *_flat_tree(record), messages=record)
@@ -51,7 +50,7 @@ def parse(record: Any) -> ParsedRecord:
 
 
 def _conversation(tree: Object, root: Any, replies: dict[str, list[Object]], *, messages: list[Object]) -> ParsedRecord:
-    """Return the conversation along the best replies; unread keys of all messages are reported."""
+    """Return the conversation along the best replies, with the unread keys of all messages."""
 
     def read_messages(record: KeyReader) -> list[Message]:
         path = _best_path(root, replies)
@@ -69,11 +68,9 @@ def _conversation(tree: Object, root: Any, replies: dict[str, list[Object]], *, 
 
 
 def grouped(units: Iterable[tuple[int, bytes]], *, limit: int) -> Generator[tuple[int, bytes], None, None]:
-    """Yield units in which the flat messages of a tree are joined into one JSON list, with the line of its first
-    message.
+    """Join the consecutive flat messages of a tree into one JSON list.
 
     a1 a2 b1 tree a3  ->  [a1,a2] [b1] tree [a3]
-    A broken line is passed on alone, and its tree continues without it.
     """
     tree, line, size = None, 0, 0
     lines: list[bytes] = []
@@ -93,7 +90,7 @@ def grouped(units: Iterable[tuple[int, bytes]], *, limit: int) -> Generator[tupl
         if not lines:
             tree, line, size = message.message_tree_id, number, 0
         if size <= limit:
-            # Stop adding lines once the tree exceeds the size limit, because the parser will refuse it.
+            # A tree over the limit is rejected later, so add no more lines.
             lines.append(data)
             size += len(data) + 1
     if lines:
@@ -147,7 +144,7 @@ def _fields(owner: str, message: Object) -> KeyReader:
 
 
 def _undeleted(owner: str, messages: list[Any]) -> list[Object]:
-    """Return the messages that are not deleted, after validating the fields that select replies."""
+    """Return the messages that are not deleted; reject invalid fields."""
     for message in messages:
         if type(message) is not dict:
             raise RecordError(f"{owner} is {named(message)}", "expected a message object", kind="type")

@@ -1,4 +1,4 @@
-"""The `text` and `prompt-completion` shapes: plain text, or a prompt and its completion."""
+"""The `text` and `prompt-completion` shapes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from chatmill.records.shapes.messages import PLAIN, read_message
 
 @dataclass(frozen=True)
 class TextTemplates:
-    """Strings that split a `text` record: `response` precedes each answer, and `instruction` precedes each question."""
+    """`response` precedes each answer in a text, and `instruction` precedes each question."""
 
     response: str
     instruction: str | None = None
 
     def train(self, text: str) -> Message:
-        """Return the text as a message. The text between a response template and the next instruction template is
-        trained.
+        """Return the text as a message whose loss mask includes only the answers.
 
         ### Q: 1+1? ### A: 2 ### Q: 2+2? ### A: 4        with the templates "### A:" and "### Q:"
                            --                   --
@@ -39,12 +38,12 @@ class TextTemplates:
             at = stop
             if stop == len(text):
                 return new_message("assistant", text, train_ranges=tuple(ranges))
-        # Do not train the end token, because the text does not end with an answer.
+        # The text does not end with an answer, so the end token gets weight 0.
         return new_message("assistant", text, weight=0.0, train_ranges=tuple(each for each in ranges if each[2]))
 
 
 def text(record: Object, templates: TextTemplates | None = None) -> ParsedRecord:
-    """Parse a plain text, which is trained as a whole unless templates split it."""
+    """Parse a plain text. Without templates, the loss mask includes the whole text."""
 
     def read(record: KeyReader) -> list[Message]:
         text = record.text("text")
@@ -56,15 +55,15 @@ def text(record: Object, templates: TextTemplates | None = None) -> ParsedRecord
 
 
 def prompt_completion(record: Object) -> ParsedRecord:
-    """Parse the messages of `prompt`, which are not trained, and of `completion`; a string is one message.
+    """Parse `system`, `prompt` and `completion`, which are strings or lists of messages.
 
-    A top-level `system` becomes the first message.
+    The loss mask excludes the prompt.
     """
 
     def read(record: KeyReader) -> list[Message]:
         system = fields.system(record)
         if record.take("history"):
-            right = "use the shape alpaca, which has a history: --columns instruction=prompt,output=completion"
+            right = "use the shape alpaca, which reads a history: --columns instruction=prompt,output=completion"
             raise RecordError('the record has a "history"', right, kind="keys")
         prompt = [
             msgspec.structs.replace(message, weight=0.0)

@@ -1,4 +1,4 @@
-"""Character ranges of an answer with their own weight: `train_ranges`, and Axolotl's `train_detail`."""
+"""Weights for character ranges of an answer: `train_ranges`, and Axolotl's `train_detail`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from chatmill.records.shapes.fields import KeyReader, listed, read_weight
 TrainRanges = tuple[tuple[int, int, float], ...]
 
 RANGE_KEYS = ("train_ranges", "train_detail", "training_detail")
-"""chatmill's key, and the two names used in the docs and code of Axolotl."""
+"""chatmill's key, and the names in Axolotl's docs and code."""
 _DETAIL_KEYS = ("begin_offset", "end_offset", "train")
 
 
 def read_ranges(turn: KeyReader, role: Role, content: Any, weight: float | None) -> tuple[TrainRanges, float | None]:
-    """Return the ranges of `train_ranges` or Axolotl's `train_detail`, and the resulting weight of the message.
+    """Return the ranges of a message, and the weight of the message.
 
-    `content` is the unparsed content: ranges apply to a string, not to parts.
+    `content` is the unparsed content, which must be a string if there are ranges.
     """
     given = {key: entries for key in RANGE_KEYS if (entries := turn.take(key)) is not None}
     if not given:
@@ -40,7 +40,7 @@ def read_ranges(turn: KeyReader, role: Role, content: Any, weight: float | None)
     for index, (start, stop, _) in enumerate(ranges):
         where = f"{owner} has {key} of characters {start} to {stop - 1}"
         if index and start < ranges[index - 1][1]:
-            raise RecordError(f"{where}, which overlap others", "expected ranges that do not overlap", kind="ranges")
+            raise RecordError(f"{where}, which overlap another range", "expected ranges that do not overlap", kind="ranges")
         if stop > len(content):
             raise RecordError(where, f"the content has {len(content)} characters, counted from 0", kind="ranges")
     if key == "train_ranges":
@@ -94,7 +94,7 @@ def _places(owner: str, start: Any, stop: Any) -> tuple[int, int]:
 def _as_axolotl(
     ranges: list[tuple[int, int, float]], size: int, weight: float | None
 ) -> tuple[TrainRanges, float | None]:
-    """Apply Axolotl's rules: text outside ranges is not trained, and no range is trained if the message is not."""
+    """Apply Axolotl's rules: text outside ranges has weight 0, and a message with weight 0 overrides its ranges."""
     if weight == 0:
         return (), weight
     if not ranges:

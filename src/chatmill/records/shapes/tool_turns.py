@@ -1,4 +1,4 @@
-"""The `sharegpt` and `tool` shapes: tool calls and results are separate turns, and the system text may be top-level.
+"""The `sharegpt` and `tool` shapes, in which tool calls and results are separate turns.
 
 sharegpt   `conversations` of from and value, with `function_call` and `observation` turns
 tool       `messages` with `assistant_toolcall` and `toolresult` turns
@@ -64,7 +64,6 @@ def _sharegpt_message(turn: KeyReader) -> Message:
 
 
 def _calls(turn: KeyReader, value: str) -> tuple[ToolCall, ...]:
-    """Parse the calls of a turn: JSON text of one call or a list of calls."""
     owner, right = turn.owner, "expected an object with name and arguments"
     calls = fields.json_value(value, f"{owner} has a function_call that is not JSON", right, kind="arguments")
     if calls == []:

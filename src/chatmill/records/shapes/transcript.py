@@ -1,7 +1,7 @@
-"""The `transcript` shapes: text whose spans run from `<|SYSTEM|>`, `<|USER|>` or `<|ASSISTANT|>` to `<|END|>`.
+"""The `transcript` shapes: spans of text from `<|SYSTEM|>`, `<|USER|>` or `<|ASSISTANT|>` to `<|END|>`.
 
-`<|EOS|>` ends a conversation. All text is kept: whitespace inside and between spans, a span without an end marker (as
-incomplete), and text outside spans (as a message with role "none", which is never trained).
+`<|EOS|>` ends a conversation. All text is kept. Text outside spans becomes a message with role "none", and a span
+without an end marker becomes an incomplete message.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def from_line(data: bytes) -> list[ParsedRecord]:
 
 
 def _refuse_json(data: bytes) -> None:
-    """Raise if a line is a JSON value other than a string or an object, such as a number."""
+    """Reject a line that is a JSON value other than a string or an object."""
     if b"<|" in data:
         return
     try:
@@ -53,12 +53,12 @@ def _refuse_json(data: bytes) -> None:
 
 
 def from_text(data: bytes) -> list[ParsedRecord]:
-    """Parse the conversations of raw text, dropping whitespace around them."""
+    """Parse the conversations of raw text, without whitespace around them."""
     return conversations(decode_text(data), trim=True)
 
 
 def conversations(text: str, *, trim: bool = False) -> list[ParsedRecord]:
-    """Parse the conversations of a transcript, separated by `<|EOS|>`; blank conversations are skipped.
+    """Parse the conversations of a transcript; skip blank conversations.
 
     `trim` drops whitespace before the first and after the last span of each conversation.
     """
@@ -67,7 +67,7 @@ def conversations(text: str, *, trim: bool = False) -> list[ParsedRecord]:
 
 
 def _messages(text: str, *, trim: bool) -> list[Message]:
-    """Return the spans of one conversation, and the text outside the spans, as messages.
+    """Return the spans of one conversation and the text outside them as messages.
 
     x U u E A a   ->   none "x", user "u", assistant "a" (incomplete)
     """
