@@ -164,7 +164,7 @@ def test_the_next_commands_are_those_of_the_model_the_recipe_and_the_run():
     [
         ({"rl": "dpo"}, "rl: dpo: refused, chatmill supports only SFT"),
         ({"rl": "grpo"}, "rl: grpo: refused, chatmill supports only SFT"),
-        ({"pretraining_dataset": [{"path": "c4"}]}, "not pretraining on a stream of texts"),
+        ({"pretraining_dataset": [{"path": "c4"}]}, "chatmill supports only SFT, not pretraining"),
         ({"processor_type": "AutoProcessor"}, "chatmill trains only on text, not on images or audio"),
         ({"reward_model": True}, "not reward models"),
         ({"adapter": "llama-adapter"}, "chatmill trains all weights, LoRA adapters or QLoRA adapters"),

@@ -276,7 +276,7 @@ def test_no_shuffled_order_is_read_to_its_third_batch(data, seed):
 def test_a_second_epoch_is_refused(data):
     rows = TrainRows(data / "a", BASE, epochs=1)
     rows.set_epoch(0)
-    with pytest.raises(UsageError, match="begins epoch 2, but the dataset is the whole run of 8 steps"):
+    with pytest.raises(UsageError, match="begins epoch 2, but the dataset contains the whole run of 8 steps"):
         rows.set_epoch(1)
 
 

@@ -198,7 +198,7 @@ def test_a_conversation_is_refused_if_one_of_its_rows_is(tmp_path, monkeypatch):
     inputs = write(tmp_path, [{"messages": [{"role": "user", "content": "q"}, *answers]} for answers in ANSWERS])
     monkeypatch.setattr(records_unroll, "MAX_ROWS", 2)
     with pytest.raises(
-        RecordError, match=r"chat\.jsonl:2: the record has 3 answers.*; at most 2 can be unrolled; split the"
+        RecordError, match=r"chat\.jsonl:2: the record has 3 answers, too many to unroll; expected at most 2; split the"
     ):
         build(job_of(inputs, unroll=True), tmp_path / "x")
     faults = Faults()

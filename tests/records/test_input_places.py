@@ -186,7 +186,7 @@ def test_a_truncated_or_damaged_compressed_file_is_always_reported(tmp_path_fact
         ),
         ("a.arrow", content(".parquet"), "the file is Parquet, not Arrow; use a file name that ends with .parquet"),
         ("a.parquet", COMPRESS[".gz"](b"{}"), "the file is gzip, not Parquet; use a file name that ends with .gz"),
-        ("a.jsonl.gz", b"\x80\x01", "the compressed data is corrupt; expected a whole gzip file; copy it again"),
+        ("a.jsonl.gz", b"\x80\x01", "the compressed data is corrupt; expected a valid gzip file; copy it again"),
     ],
 )
 def test_a_file_with_the_wrong_suffix_is_reported_with_its_real_kind(tmp_path, name, data, line):
@@ -208,7 +208,7 @@ def test_a_zstd_window_over_the_limit_is_refused_and_one_at_the_limit_is_read(tm
             assert said(read_records([tmp_path / "a.jsonl.zst"])) == CHATS
         else:
             with pytest.raises(
-                RecordError, match=r"a\.jsonl\.zst:1: decompressing needs more than 128 MiB of memory; "
+                RecordError, match=r"a\.jsonl\.zst:1: decompression needs more than 128 MiB of memory; "
             ):
                 list(read_records([tmp_path / "a.jsonl.zst"], shape="messages"))
 
@@ -367,7 +367,7 @@ def test_globs_and_folders_give_the_same_files_locally_and_at_urls(tmp_path, mem
 def test_a_folder_without_records_and_its_unread_files_are_reported_in_one_line(tmp_path, memory):
     memory.pipe_file("/chat/x.csv", b"")
     memory.pipe_file("/chat/y.md", b"")
-    with pytest.raises(DataError, match=r"^memory://chat/?: no record files in this folder; expected \.jsonl, "):
+    with pytest.raises(DataError, match=r"^memory://chat/?: the folder has no record files; expected \.jsonl, "):
         expand(["memory://chat/"])
     memory.pipe_file("/chat/z.jsonl", b"{}\n")
     with pytest.warns(UserWarning, match=r"^memory://chat: skipped 2 files with other extensions: x\.csv, y\.md$"):
@@ -449,7 +449,7 @@ def test_a_fault_in_stdin_has_its_line_and_the_temporary_file_is_removed(pipe):
 
 def test_stdin_can_be_given_once_and_a_terminal_gets_a_hint(pipe, capsys):
     pipe(content(".jsonl"), is_terminal=True)
-    with pytest.raises(UsageError, match=r"^-: given twice, but standard input can be read only once; remove one$"):
+    with pytest.raises(UsageError, match=r"^-: is given twice, but standard input can be read only once; remove one$"):
         read_records(["-", "-"])
     assert capsys.readouterr().err == ""
     assert len(expand(["-"])) == 1

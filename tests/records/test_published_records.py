@@ -55,9 +55,9 @@ KINDS = ("text", "reasoning", "tool_call")
 @pytest.mark.parametrize(
     ("name", "kind", "reason"),
     [
-        ("dpo_en_demo.json", "preference", 'the record has "chosen": it is preference data (DPO)'),
-        ("kto_en_demo.json", "preference", 'as "label": it is preference data (KTO)'),
-        ("mllm_demo.json", "media", 'the record has "images", but only text can be trained'),
+        ("dpo_en_demo.json", "preference", 'the record has "chosen", as in preference data (DPO)'),
+        ("kto_en_demo.json", "preference", 'as "label", as in preference data (KTO)'),
+        ("mllm_demo.json", "media", 'the record has "images", but chatmill trains only on text'),
     ],
 )
 def test_data_that_is_not_for_fine_tuning_is_refused(name, kind, reason):

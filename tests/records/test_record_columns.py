@@ -148,7 +148,7 @@ def test_an_error_about_a_role_names_columns_only_where_they_can_be_used():
 
 def test_columns_apply_only_to_shapes_with_configurable_keys():
     with pytest.raises(
-        UsageError, match="--columns cannot be used with records of shape primer, which has fixed names"
+        UsageError, match="--columns cannot be used with the shape primer, whose names are fixed"
     ):
         read({}, "primer", columns="role=from")
 
@@ -306,7 +306,7 @@ def test_content_parts_of_all_types_are_read():
             [{"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}, {"type": "text", "text": "a"}],
             "part 1 is text after a tool call",
         ),
-        ([{"type": "image_url", "image_url": {}}], 'part 0 has type "image_url"; only text can be trained'),
+        ([{"type": "image_url", "image_url": {}}], 'part 0 has type "image_url"; chatmill trains only on text'),
         ([{"type": "tool_use", "name": "f"}], 'part 0 has type "tool_use"; expected'),
         ([{"type": "reasoning", "value": "r", "train": False}], 'part 0 has a "train"; expected no weight'),
     ],
@@ -334,12 +334,12 @@ def test_content_parts_with_weights_become_ranges_of_the_text():
 @pytest.mark.parametrize(
     ("record", "fault"),
     [
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "it is preference data (DPO)"),
-        ({"query": "q", "images": ["a.png"]}, 'has "images", but only text can be trained'),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "as in preference data (DPO)"),
+        ({"query": "q", "images": ["a.png"]}, 'has "images", but chatmill trains only on text'),
         ({"input_ids": [1, 2], "labels": [1, 2]}, "it is already tokenized"),
-        ({"contents": [{"role": "user", "parts": [{"text": "q"}]}]}, "the Gemini format; expected messages with role"),
-        ({"segments": [{"label": True, "text": "a"}]}, "the Axolotl segments format; expected messages with role"),
-        ({"conversation": [{"human": "q", "assistant": "a"}]}, "pairs of human and assistant; expected messages"),
+        ({"contents": [{"role": "user", "parts": [{"text": "q"}]}]}, "as in the Gemini format; expected messages"),
+        ({"segments": [{"label": True, "text": "a"}]}, "as in the Axolotl segments format; expected messages"),
+        ({"conversation": [{"human": "q", "assistant": "a"}]}, "the format of human and assistant pairs; expected"),
     ],
 )
 def test_data_of_another_kind_is_named_when_no_shape_is_detected(tmp_path, record, fault):

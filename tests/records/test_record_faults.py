@@ -74,7 +74,7 @@ RECORDS = {
         ),
         (
             turn(content=[{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "u"}]),
-            'message 1, part 1 has type "image_url"; only text can be trained; remove these records',
+            'message 1, part 1 has type "image_url"; chatmill trains only on text; remove the record',
         ),
         (
             turn(content=[{"text": "a"}]),
@@ -111,7 +111,7 @@ RECORDS = {
         (turn(refusal="no"), 'message 1 has a "refusal"; expected the text as content'),
         (
             turn(audio={"id": "x"}),
-            'message 1 has "audio", but only text can be trained; leave out these records, or remove the key',
+            'message 1 has "audio", but chatmill trains only on text; remove the record or the key',
         ),
         (turn(tool_calls={}), "message 1 has an object as tool_calls; expected a list"),
         (turn(tool_calls=["f"]), "message 1, tool call 0 is a string; expected an object with name and arguments"),

@@ -163,7 +163,7 @@ def test_damaged_compression_is_one_fault_after_the_readable_records(read_bytes,
         (whole[: len(whole) // 2], "the compressed file is truncated; expected the whole file; copy it again"),
         (
             whole[:-8] + b"xxxx" + whole[-4:],
-            "the compressed data is corrupt; expected a whole gzip file; copy it again",
+            "the compressed data is corrupt; expected a valid gzip file; copy it again",
         ),
         (b"plain text", "the file is text, not gzip; remove .gz from the file name"),
     ]:
@@ -205,7 +205,7 @@ def test_a_file_that_is_given_twice_is_read_once_at_its_first_position(tmp_path,
         ("none*.jsonl", "none*.jsonl: the glob matches no file; expected at least one"),
         (
             "sub",
-            "sub: no record files in this folder; expected .jsonl, .json, .txt, .parquet, .arrow, "
+            "sub: the folder has no record files; expected .jsonl, .json, .txt, .parquet, .arrow, "
             "each also with .gz, .zst, .xz, .bz2",
         ),
         (
@@ -246,7 +246,7 @@ def test_the_source_is_the_stem_or_the_name_given(tmp_path, monkeypatch):
     [
         ({"shape": "chat"}, 'unknown shape "chat"; expected messages, sharegpt, alpaca'),
         ({"on_error": "ignore"}, 'unknown on_error "ignore"; expected stop or skip'),
-        ({"on_error": "skip"}, 'on_error "skip" requires on_reject, otherwise records would be lost silently'),
+        ({"on_error": "skip"}, 'on_error "skip" requires on_reject, which receives the invalid records'),
     ],
 )
 def test_invalid_options_are_reported_immediately(tmp_path, options, what):
@@ -368,5 +368,5 @@ def test_the_shape_of_a_file_is_detected_after_a_line_that_is_too_long_if_it_is_
 
 def test_a_text_file_that_is_not_utf8_is_reported_in_one_line(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xd3\n\x80\x81\n\xff")
-    with pytest.raises(DataError, match=r"a\.txt: is not UTF-8 text; expected conversations as text$"):
+    with pytest.raises(DataError, match=r"a\.txt: is not UTF-8 text; expected conversations in UTF-8$"):
         read_records([tmp_path / "a.txt"])

@@ -59,7 +59,7 @@ def test_rows_with_images_are_refused_and_rows_without_are_read(table, empty):
     assert [record.line for record in records] == [at for at in range(1, 28) if at % 3 != 2]
     assert {record.unread_keys for record in records} == {()}
     assert len(faults) == 9
-    assert faults[0].startswith('a.parquet:2: the record has "images", but only text can be trained; leave')
+    assert faults[0].startswith('a.parquet:2: the record has "images", but chatmill trains only on text; remove')
 
 
 def test_bytes_are_never_read_as_text(table):
@@ -78,7 +78,7 @@ def test_bytes_are_never_read_as_text(table):
 def test_two_columns_with_the_same_name_are_refused(tmp_path):
     column = pyarrow.array([[{"role": "user", "content": "a"}]])
     parquet.write_table(pyarrow.Table.from_arrays([column, column], ["messages", "messages"]), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match='two columns "messages"; expected each name once'):
+    with pytest.raises(DataError, match='two columns named "messages"; expected each name once'):
         list(read_records([tmp_path / "a.parquet"], shape="messages"))
 
 

@@ -82,7 +82,7 @@ def test_a_transient_fault_is_retried():
         (lambda request: (200, {"choices": [{"token_ids": ["1"]}]}), "no token ids"),
         (
             lambda request: (200, {"choices": [{"token_ids": [1], "prompt_token_ids": [8]}]}),
-            "a prompt that it was not sent",
+            "returned another prompt than it received",
         ),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_logged_run_is_replayed_from_its_log(tmp_path):
     assert replay([[1]], step=4, first_row=1) == [[8]]
     with pytest.raises(DataError, match="no rollout for step 1, row 0"):
         replay([[1]], step=1)
-    with pytest.raises(DataError, match="step 0, row 1 has another prompt"):
+    with pytest.raises(DataError, match="the prompt of step 0, row 1 is different"):
         replay([[1], [3]], step=0)
 
 

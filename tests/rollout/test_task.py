@@ -85,7 +85,7 @@ def test_a_different_or_trained_prompt_is_detected():
     with pytest.raises(DataError, match="row 1: the prompt for training differs"):
         check_prompts(rows, [own[0], [*own[1][:-1], 7]])
     rows.spans["weight"] = np.where(np.arange(len(rows.spans)) == 1, 1, rows.spans["weight"])
-    with pytest.raises(DataError, match="row 0: token 1 of the prompt is trained"):
+    with pytest.raises(DataError, match="row 0: the loss mask includes token 1 of the prompt"):
         check_prompts(rows, own)
     with pytest.raises(DataError, match="2 prompts and 1 answers"):
         join_prompts(prompts, [build_answer([], tokenizer=tokenizer)])

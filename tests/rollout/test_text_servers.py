@@ -255,8 +255,8 @@ FAULTS = {
     "a text of another type": (reply({"choices": [{"text": 5, "finish_reason": "stop"}]}), "no text"),
     "no finish_reason": (reply(completion(BOX, None)), "finish_reason null; expected"),
     "a filtered answer": (reply(completion(BOX, "content_filter")), 'finish_reason "content_filter"'),
-    "reasoning": (reply(chat(BOX, reasoning_content="hm")), "moved part of the answer to reasoning_content"),
-    "a tool call": (reply(chat(None, "tool_calls", tool_calls=[{}])), "moved part of the answer to tool_calls"),
+    "reasoning": (reply(chat(BOX, reasoning_content="hm")), "returned part of the answer as reasoning_content"),
+    "a tool call": (reply(chat(None, "tool_calls", tool_calls=[{}])), "returned part of the answer as tool_calls"),
     "another prompt": (reply(completion(BOX, prompt_tokens=3)), r'3 prompt tokens, but training has \d+;.*"chat"'),
     "a lone surrogate": (reply(completion("\ud800")), "cannot be encoded"),
     "3 MB of noise as a reply": (reply(NOISE), "did not return a JSON object"),
@@ -324,8 +324,8 @@ def test_special_coordinate_tokens_are_refused_because_servers_omit_them_from_te
         ("file:///etc", "is not a server URL"),
         ("localhost:8000/v1", "is not a server URL"),
         ("http://[::1/v1", "is not a server URL"),
-        ("http://ada:secret@x/v1", "a user name, a password or a query.*server_key_env"),
-        ("http://x/v1?key=secret", "a user name, a password or a query"),
+        ("http://ada:secret@x/v1", "user name, password or query.*server_key_env"),
+        ("http://x/v1?key=secret", "user name, password or query"),
     ],
 )
 def test_an_invalid_url_or_one_with_a_secret_is_refused(url, said):

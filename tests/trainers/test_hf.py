@@ -227,7 +227,7 @@ def test_a_damaged_or_missing_state_is_one_line(checkpoint, weighted, model_fold
     with pytest.raises(UsageError, match="is at step 1, but the trainer is at step 2"):
         resume()
     state.unlink()
-    with pytest.warns(UserWarning, match="does not exist, so chatmill cannot check which rows were already trained"):
+    with pytest.warns(UserWarning, match="does not exist, so chatmill cannot check the position in the data"):
         resume()
     with pytest.raises(UsageError, match="does not exist"):
         resume(audit_dir=tmp_path / "audit")
@@ -275,7 +275,7 @@ def test_flash_attention_is_refused_where_rows_are_not_flattened(plain, model_fo
             "rank 0 of 1 reads rows .* use a sampler that does not shuffle",
         ),
         ({"per_device_train_batch_size": 2}, "reads batches of 2 rows on 1 ranks; expected 4 for batch_size 4"),
-        ({"num_train_epochs": 2}, "begins epoch 2, but the dataset is the whole run of 3 steps"),
+        ({"num_train_epochs": 2}, "begins epoch 2, but the dataset contains the whole run of 3 steps"),
     ],
 )
 def test_without_the_callback_the_dataset_itself_refuses(plain, model_folder, tmp_path, changes, fault):

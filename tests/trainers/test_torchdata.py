@@ -137,7 +137,7 @@ def test_what_is_not_a_state_is_refused(weighted, state):
 
 @pytest.mark.parametrize("option", ["batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn"])
 def test_an_option_that_batches_or_samples_is_refused(weighted, option):
-    with pytest.raises(UsageError, match=f"{option}: chatmill sets which rows are in a batch"):
+    with pytest.raises(UsageError, match=f"{option}: not supported, because chatmill batches the rows"):
         stateful_loader(weighted, PACKED, **{option: None})
 
 

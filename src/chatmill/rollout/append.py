@@ -1,10 +1,10 @@
-"""Complete the kept prefix of an answer: append an entry for each missed object, and the closing brace.
+"""Complete a prefix of an answer: append an entry for each missed object, and the closing brace.
 
     , "object_3": {"desc": "bird", "bbox_2d": [" | <|coord_1|> | ", " | … | "]}}
     a run of text                                coordinate      a run
 
-A run is the text between two coordinates, which is encoded as a unit. A stretch is a run and the coordinates after it.
-Encoded stretches are cached without their coordinate values, because many answers contain the same stretches.
+A run is the text between two coordinates. A stretch is a run and the coordinates after it. Encoded stretches are cached
+without their coordinate values, because many answers contain the same stretches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DETECTION = Detection()
 SPACE = " \t\n\r"
 OPENING, CLOSING = TextPart("{", STRUCTURE), TextPart("}", int(Part.BRACE))
 RANKED = np.array([Part.PREFIX, Part.STRUCTURE, Part.COORD, Part.BRACE, Part.VALUE], dtype=np.uint8)
-"""Parts in ascending precedence: a token with bytes of several parts belongs to the last of these parts."""
+"""Parts by precedence: a token that spans several parts belongs to the last of them."""
 RANK = np.zeros(256, dtype=np.uint8)
 RANK[RANKED] = range(len(RANKED))
 COORD = bytes([Part.COORD])
@@ -34,7 +34,7 @@ Run = tuple[TextPart, ...]
 
 
 class Stretch(NamedTuple):
-    """A run of text, the number of coordinates after it, and the separators to repeat between these coordinates."""
+    """A run of text, the separators between the coordinates after it, and the number of coordinates."""
 
     run: Run
     separators: tuple[str, ...] = ()
@@ -42,11 +42,11 @@ class Stretch(NamedTuple):
 
 
 class EncodedStretch(NamedTuple):
-    """The text before each coordinate of a stretch, and the tokens of the stretch, with id 0 for each coordinate."""
+    """The text before each coordinate of a stretch, and the tokens, with id 0 for coordinates."""
 
     texts: tuple[str, ...]
     ids: bytes
-    """Token ids as the bytes of uint32 values."""
+    """Token ids, as bytes of uint32 values."""
     parts: bytes
 
 
@@ -61,10 +61,10 @@ class Appended(NamedTuple):
 def serialize_append(
     objects: Sequence[Mapping[str, Any]], start_index: int, prefix_text: str, *, schema: Schema = DETECTION
 ) -> str:
-    """Return the text that appends objects to a prefix and closes the answer; raise `DataError` for invalid input.
+    """Return the text that appends objects to a prefix and closes the answer.
 
     {"object_2": {…}  ->  , "object_3": {…}, "object_4": {…}}
-    If the prefix ends in a comma, at least one object is required; otherwise the answer would not be valid JSON.
+    If the prefix ends in a comma, at least one object is required.
     """
     checked = [schema.check(thing) for thing in objects]
     stretches, coordinates = _stretches(checked, start_index, prefix_text, schema)
@@ -82,8 +82,7 @@ def encode_append(
 ) -> Appended:
     """Return the text of `serialize_append` and its tokens. The objects must come from `schema.check`.
 
-    `before` is the end of the prefix, which is encoded together with the appended text. The returned tokens include
-    `before`, but the returned text does not.
+    `before` is the end of the prefix. The returned tokens include `before`, but the returned text does not.
     """
     stretches, coordinates = _stretches(objects, start_index, prefix_text, schema)
     if before:
@@ -94,7 +93,7 @@ def encode_append(
 
 
 def encode_answer(objects: Sequence[Object], schema: Schema, vocabulary: Vocabulary) -> Appended:
-    """Encode a complete answer that contains these objects, from the opening to the closing brace."""
+    """Encode a complete answer with these objects."""
     (first, *others), coordinates = _stretches(objects, 1, OPENING.text, schema)
     return _encode([first._replace(run=(OPENING, *first.run)), *others], coordinates, vocabulary)
 
@@ -102,7 +101,7 @@ def encode_answer(objects: Sequence[Object], schema: Schema, vocabulary: Vocabul
 def _stretches(
     objects: Sequence[Object], start_index: int, prefix_text: str, schema: Schema
 ) -> tuple[list[Stretch], list[int]]:
-    """Return the stretches to append and all coordinates in them; the last stretch has no coordinates."""
+    """Return the stretches to append, and all their coordinates."""
     last = prefix_text.rstrip(SPACE)[-1:]
     if last not in ("{", ",", "}"):
         shown = f'"{one_line(prefix_text[-20:])}"'
@@ -110,7 +109,7 @@ def _stretches(
             f"cannot append to a prefix that ends in {shown}; expected a prefix that ends in {{, a comma or }}"
         )
     if last == "," and not objects:
-        raise DataError("a prefix that ends in a comma requires an object to append; end the prefix before the comma")
+        raise DataError("there is no object to append after the comma of the prefix; end the prefix before the comma")
     stretches: list[Stretch] = []
     coordinates: list[int] = []
     before = ", " if last == "}" else ""
@@ -132,7 +131,7 @@ def _key(before: str, number: int) -> TextPart:
 
 
 def _texts(stretch: Stretch) -> list[str]:
-    """Return the text before each coordinate of a stretch; for a stretch without coordinates, only its text."""
+    """Return the text before each coordinate of a stretch, or the only text."""
     run, separators, count = stretch
     return [_text(run), *(separators[at % len(separators)] for at in range(count - 1))]
 
@@ -157,7 +156,7 @@ def _encode(stretches: Sequence[Stretch], coordinates: Sequence[int], vocabulary
 
 
 def _encode_new(stretches: Sequence[Stretch], vocabulary: Vocabulary) -> None:
-    """Encode the stretches that are not in the cache, and add them to the cache."""
+    """Encode the stretches that are not in the cache yet."""
     known: dict[Stretch, EncodedStretch] = vocabulary.stretches
     if len(known) > CACHED:
         known.clear()
@@ -183,7 +182,7 @@ def _text(run: Run) -> str:
 
 
 def _parts(run: Run, ids: Sequence[int], vocabulary: Vocabulary) -> bytes:
-    """Return the `Part` of each token in a run; a token that contains any byte of a value is part of the value."""
+    """Return the `Part` of each token in a run."""
     if not ids:
         return b""
     ranks = np.repeat(RANK[[piece.part for piece in run]], [len(piece.text.encode()) for piece in run])

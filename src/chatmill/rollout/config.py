@@ -1,4 +1,4 @@
-"""The configuration of a rollout run (stage 2): its task, the generation of answers, and the loss."""
+"""The configuration of a rollout run: task, generation and loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _is_positive(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig(Config):
-    """Config keys for the task: the ground truth, and how entries are matched and trained."""
+    """Config keys for the task."""
 
     truth: str | None = key(None, ".jsonl file of ground-truth records, each with id, messages and objects")
     tokenizer: str = key("bytes", "tokenizer that the model was trained with")
@@ -49,7 +49,7 @@ class TaskConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig(Config):
-    """Config keys for the generation of rollouts."""
+    """Config keys for generating rollouts."""
 
     rollout_share: float = key(1.0, "share of rows that are rollouts; the remaining rows are true answers", SHARE)
     rollout_every: int = key(1, "number of training steps after which new answers are generated", integer(1))
@@ -73,7 +73,7 @@ class GenerationConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutLossConfig(Config):
-    """Config keys for the weights of the loss terms."""
+    """Config keys for the loss."""
 
     text_weight: float = key(1.0, "weight of the cross-entropy loss at text tokens", number(0))
     soft_weight: float = key(1.0, "weight of the cross entropy to the Gaussian target, at coordinates", number(0))
@@ -107,7 +107,7 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
 
     @property
     def generation_size(self) -> int:
-        """Number of prompts per call to the generator, which splits them into full generation batches."""
+        """Number of prompts per call to the generator."""
         groups = max(1, self.generate_batch_size // self.beams)
         return groups * self.beams if self.decoding == "beam" else self.generate_batch_size
 
@@ -124,7 +124,7 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
         if self.gate == 0:
             yield "gate is 0; expected a number above 0 and at most 1"
         if self.save_interval % self.rollout_every:
-            # Save only between rounds, because checkpoints do not contain the answers generated for the current round.
+            # Checkpoints do not contain the answers of the current round, so save only between rounds.
             yield f"save_interval {self.save_interval} is not a multiple of rollout_every {self.rollout_every}"
         if self.server is not None and self.server_model is None:
             yield "server is set, but server_model is missing; set both"

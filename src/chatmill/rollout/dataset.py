@@ -34,7 +34,7 @@ def build_target_dataset(
     overwrite: bool = False,
     progress: Progress = lambda count: None,
 ) -> tuple[Metadata, Health]:
-    """Build a dataset of targets from stored rollouts; return its metadata and the health counts of the rollouts.
+    """Build a dataset of targets from stored rollouts; return its metadata and counts of problems in the rollouts.
 
     `config` must contain shard_tokens, train_values, train_cut and border, and is stored in the dataset.
     """
@@ -115,7 +115,7 @@ def _write(
     reads: Sequence[Path],
     overwrite: bool,
 ) -> Metadata:
-    """Write all rows as the `train` split of a dataset, and publish the dataset."""
+    """Write all rows as the `train` split, and publish the dataset."""
     tokenizer, special = task.tokenizer, task.tokenizer.special_token_ids()
     with building(output, "rollout", overwrite=overwrite, reads=reads) as staging:
         shard_tokens = config["shard_tokens"]

@@ -1,4 +1,4 @@
-"""Read rollout and ground-truth files, and replay rollouts from the log of a run.
+"""Read rollouts and ground truth from files, and replay the rollouts of a run.
 
     truth     {"id": "7", "messages": [{"role": "user", "content": "…"}], "objects": [{"desc": …, "bbox_2d": …}]}
     rollouts  {"id": "7", "response_token_ids": [123, 34, …], "prompt_token_ids": [256, …], "step": 0, "row": 3}
@@ -35,7 +35,7 @@ class GroundTruth:
 
 
 class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A generated answer, as it is stored in a rollout file."""
+    """A generated answer, as stored in a rollout file."""
 
     id: str
     response_token_ids: list[int]
@@ -45,7 +45,7 @@ class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 def read_truth(path: str | Path) -> Iterator[GroundTruth]:
-    """Yield the records of a .jsonl file; raise `RecordError` if a record is invalid or repeats an id."""
+    """Yield the records of a .jsonl file; raise `RecordError` for an invalid record or a repeated id."""
     seen: dict[str, int] = {}
     file = _one(path)
     name, source = _name(file), source_name(file)
@@ -83,7 +83,6 @@ def read_truth(path: str | Path) -> Iterator[GroundTruth]:
 
 
 def _one(path: str | Path) -> Place:
-    """Return the file that a path or glob matches; raise `UsageError` if it matches several files."""
     file, *others = expand([path])
     if others:
         raise UsageError(f"{shown(place(path))}: matches {1 + len(others)} files; expected one file")
@@ -94,7 +93,7 @@ _ROLLOUT = msgspec.json.Decoder(Rollout)
 
 
 def read_rollouts(path: str | Path) -> Iterator[tuple[int, Rollout]]:
-    """Yield the rollouts in a .jsonl file with their line numbers."""
+    """Yield the line number and the rollout of each line of a .jsonl file."""
     file = _one(path)
     for line, data in lines(file, limit=MAX_LINE_BYTES):
         try:
@@ -133,13 +132,13 @@ class RolloutReplay:
                 )
             if rollout.prompt_token_ids is not None and rollout.prompt_token_ids != list(prompt):
                 raise DataError(
-                    f"{self._path}: step {step}, row {row} has another prompt; use the data of the logged run"
+                    f"{self._path}: the prompt of step {step}, row {row} is different; use the data of the logged run"
                 )
             answers.append(rollout.response_token_ids)
         return answers
 
 
 def _name(path: Place) -> str:
-    """Return a relative path unchanged, and only the file name of an absolute path or URL."""
+    """Return a relative path unchanged, and the file name of an absolute path or URL."""
     is_relative = isinstance(path, Path) and not path.is_absolute()
     return label(path) if is_relative or is_standard_input(path) else path.name

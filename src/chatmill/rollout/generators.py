@@ -1,7 +1,6 @@
-"""Generators of the answers in a rollout run: the model itself, a server, or the log of an earlier run.
+"""Generate the answers of a rollout run: with the model itself, a server, or the log of an earlier run.
 
-Prompts and answers are token ids; a generator for a text or chat server converts them. Sampling depends only on (seed,
-step, row), so the same weights generate the same answers for a step.
+Prompts and answers are token ids. Sampling depends only on (seed, step, row).
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ class Generator(Protocol):
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0, records: Sequence[Record] = ()
     ) -> list[list[int]]:
-        """Return the token ids of an answer to each prompt; prompt i is row `first_row` + i, from `records[i]`."""
+        """Return the token ids of an answer to each prompt. Prompt i is for row `first_row` + i and `records[i]`."""
 
 
 @dataclass(frozen=True)
 class CompletionServer(Server):
-    """A generator that exchanges token ids with a server, through the `completions` API with `return_token_ids`.
+    """A generator that exchanges token ids with a server, for example vLLM, which supports `return_token_ids`.
 
-    vLLM supports this API. Up to `concurrency` requests are sent concurrently, and retried after temporary failures.
+    Up to `concurrency` requests are sent concurrently. Requests are retried after temporary failures.
     """
 
     end_ids: tuple[int, ...] = ()
@@ -60,7 +59,7 @@ class CompletionServer(Server):
 
     def _ids(self, answer: ServerAnswer, prompt: list[int]) -> list[int]:
         if answer.prompt_token_ids not in (None, prompt):
-            raise self.fault("the server answered a prompt that it was not sent", "check the server's tokenizer")
+            raise self.fault("the server returned another prompt than it received", "check the server's tokenizer")
         if answer.token_ids is None:
             right = "expected choices[0].token_ids, which vLLM returns with return_token_ids"
             raise self.fault("the server returned no token ids", f"{right}; {self.advice}")
@@ -71,16 +70,15 @@ class CompletionServer(Server):
 class TextServer(Server):
     """A generator that receives text from an OpenAI-compatible server and encodes it with the task's tokenizer.
 
-    With `api` "completions", the prompt is sent as text; with "chat", the record's messages are sent and the server
-    renders them. If the server reports the number of prompt tokens, the number must be the same as in training. The
-    end-of-turn token is added to a complete answer. The encoded tokens may differ from the tokens that the model
-    generated.
+    With `api` "completions", the prompt is sent as text. With "chat", the messages are sent, and the server renders
+    them. The server must report the same number of prompt tokens as in training, if it reports the number at all. The
+    encoded tokens may differ from the tokens that the model generated.
     """
 
     task: Task
     api: Literal["completions", "chat"]
     counts: Counter[str] = field(default_factory=Counter)
-    """Number of answers (`as_text`), and of answers whose token count differs from the server's (`retokenized`)."""
+    """`as_text` counts all answers, and `retokenized` answers with another token count than on the server."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,7 +87,7 @@ class TextServer(Server):
             special = next((token for token in COORDINATES if token not in renderer.text_tokens.ids), None)
             if special is not None:
                 raise UsageError(
-                    f"{self.task.tokenizer.name}: marks {special} as special, but servers omit special tokens from "
+                    f"{self.task.tokenizer.name}: {special} is a special token, but servers omit special tokens from "
                     'the response text; set "special": false in tokenizer.json, or use server_api "tokens"'
                 )
 
@@ -111,7 +109,7 @@ class TextServer(Server):
         answers = self.answers(bodies, "chat/completions" if self.api == "chat" else "completions")
         for prompt, answer in zip(prompts, answers, strict=True):
             self._check(prompt, answer)
-        # Remove the stop text, which some servers include in the answer.
+        # Some servers include the stop text in the answer.
         ended = [answer.finish_reason == "stop" for answer in answers]
         texts = [answer.text.removesuffix(end if stop else "") for answer, stop in zip(answers, ended, strict=True)]
         try:
@@ -121,7 +119,7 @@ class TextServer(Server):
             raise self.fault(f"an answer cannot be encoded ({error})", right) from None
         ids = [of_text + [self.task.eos_id] * stop for of_text, stop in zip(encoded, ended, strict=True)]
         for answer, mine in zip(answers, ids, strict=True):
-            # Allow for servers that do not count the end-of-turn token.
+            # Some servers do not count the end-of-turn token.
             counted = {len(mine), len(mine) - (answer.finish_reason == "stop"), None}
             self.counts["retokenized"] += answer.completion_tokens not in counted
         self.counts["as_text"] += len(ids)
@@ -135,7 +133,7 @@ class TextServer(Server):
     def _check(self, prompt: Sequence[int], answer: ServerAnswer) -> None:
         if answer.parsed:
             raise self.fault(
-                f"the server moved part of the answer to {answer.parsed}",
+                f"the server returned part of the answer as {answer.parsed}",
                 "turn off the server's reasoning and tool parsers",
             )
         if not answer.has_text:
@@ -152,7 +150,7 @@ class TextServer(Server):
 
 
 def chat_request(record: Record) -> dict[str, Any]:
-    """Return the messages and tools of a record in the format of OpenAI chat completions."""
+    """Return the messages and tools of a record in OpenAI's chat format."""
     messages = []
     for message in record.messages:
         fields: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -178,14 +176,14 @@ def chat_request(record: Record) -> dict[str, Any]:
 
 
 def encode_answers(texts: Sequence[str], task: Task) -> list[list[int]]:
-    """Encode answers. Each coordinate becomes one token; other control tokens are encoded as ordinary text."""
+    """Encode answers. Coordinates become single tokens; other control tokens are encoded as text."""
     vocabulary = vocabulary_of(task.tokenizer)
     coordinates: Mapping[str, int] = {}
     split = [[text] for text in texts]
     if task.schema.uses_coordinates:
         coordinates = dict(zip(COORDINATES, vocabulary.coordinate_ids, strict=True))
         split = [COORDINATE_TEXT.split(text) for text in texts]
-    # Each list in `split` alternates between text and coordinates, and starts with text.
+    # Text and coordinates alternate, starting with text.
     encoded = iter(vocabulary.encode([piece for pieces in split for piece in pieces[::2]]))
     return [
         [id for at, piece in enumerate(pieces) for id in ([coordinates[piece]] if at % 2 else next(encoded))]
@@ -194,7 +192,7 @@ def encode_answers(texts: Sequence[str], task: Task) -> list[list[int]]:
 
 
 def generator_of(config: RolloutConfig, model: CausalModel, task: Task) -> Generator:
-    """Return the generator that a config selects: the log of a run, a server, or the model itself."""
+    """Return the generator that a config selects."""
     if config.replay is not None:
         return RolloutReplay(config.replay)
     temperature = config.temperature if config.decoding == "sample" else 0.0
@@ -227,7 +225,7 @@ def generator_of(config: RolloutConfig, model: CausalModel, task: Task) -> Gener
 
 
 def _bearer(variable: str) -> str:
-    """Return the Authorization header for the API key in an environment variable."""
+    """Return the Authorization header, with the API key from an environment variable."""
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable():
         state = "is empty" if variable in os.environ else "is not set"
@@ -238,7 +236,7 @@ def _bearer(variable: str) -> str:
 
 
 def text_counts(generator: Generator) -> list[int]:
-    """Return and reset the counts `as_text` and `retokenized` of a `TextServer`; zeros for other generators."""
+    """Return and reset the counts of a `TextServer`; zeros for other generators."""
     if not isinstance(generator, TextServer):
         return [0, 0]
     counts = [generator.counts["as_text"], generator.counts["retokenized"]]

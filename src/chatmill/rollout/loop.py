@@ -1,10 +1,10 @@
-"""The rollout training loop: the model generates answers, and is trained on targets built from these answers.
+"""The rollout training loop: the model generates answers, and is trained on targets built from them.
 
     every K steps    prompts ── generate ──▶ rollouts ── match, append ──▶ K batches
     every step       batch ──▶ one forward pass, one loss, one backward pass
 
-The order of the prompts is a pure function of the seed, and sampling depends only on (seed, step, row). All rollouts
-are logged, so a run can be replayed from its log.
+The order of the prompts depends only on the seed, and sampling depends only on (seed, step, row). All rollouts are
+logged, so a run can be replayed from its log.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from chatmill.train.trackers.reporter import named_trackers
 
 ROLLOUTS = "rollouts.jsonl"
 MAY_CHANGE = {"max_iters", "save_interval", "keep_checkpoints", "log_interval", "device", "replay", "report_to"}
-"""Config keys whose values may change when a run is resumed."""
+"""Config keys that may change when a run is resumed."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class RolloutResult:
     loss: float | None
     """Loss of the last training step."""
     health: Health
-    """Counts over all rollouts since the run was started or resumed."""
+    """Counts over all rollouts since the start, or since the run was resumed."""
     stopped_by: str | None
 
     def to_json(self) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def train_rollouts(
 ) -> RolloutResult:
     """Train a model on its own answers, and write checkpoints and logs to `folder`.
 
-    `resume` is the folder of a checkpoint, or `auto` for the newest checkpoint if one exists. `model` and `generator`
-    override the model and the generator that the config selects.
+    `resume` is the folder of a checkpoint, or `auto` for the newest checkpoint, if any. `model` and `generator` replace
+    those that the config selects.
     """
     local_path(folder)
     trackers = named_trackers(config.report_to)
@@ -97,7 +97,7 @@ def train_rollouts(
         run = _RolloutRun(config, folder, world, model)
         run.resume(resume)
         generator = generator or world.together(lambda: generator_of(config, run.model, run.task))
-        # Keep only the rollouts of finished rounds. Each rollout is logged with the first step of its round.
+        # Keep only the rollouts of finished rounds. A rollout is logged with the first step of its round.
         rewinds = {ROLLOUTS: run.step - 1}
         run_dir = RunDir(
             folder,
@@ -137,7 +137,6 @@ class _RolloutRun:
         self.loss: float | None = None
 
     def _open(self, model: CausalModel | None) -> None:
-        """Open the task, the ground truth and the model."""
         config = self.config
         fields = None if config.fields is None else tuple(config.fields)
         self.task = open_task(
@@ -146,7 +145,7 @@ class _RolloutRun:
         truth = place(config.truth or "")
         if isinstance(truth, Url) and str(truth) != truth.address:
             raise UsageError(
-                f"{shown(truth)}: the password or query in the URL would be stored with the run; remove it"
+                f"{shown(truth)}: the run would store the password or query of the URL; remove it"
             )
         self.truths = list(read_truth(config.truth or ""))
         with open_raw(expand([truth])[0]) as file:
@@ -179,7 +178,7 @@ class _RolloutRun:
         self.step, self.saved = checkpoint.step, checkpoint.path
 
     def train(self, generator: Generator, run_dir: RunDir, log: BinaryIO | None) -> RolloutResult:
-        """Train for all remaining steps. After a signal, stop at the end of the round, so the run can be resumed."""
+        """Train for the remaining steps. After a signal, stop at the end of the round, so the run can be resumed."""
         config = self.config
         rows: list[Rows] = []
         with stop_on_signal() as request:
@@ -200,7 +199,7 @@ class _RolloutRun:
         return RolloutResult(self.folder, self.saved, self.step, config.max_iters, self.loss, self.health, stopped)
 
     def _round(self, generator: Generator, run_dir: RunDir, log: BinaryIO | None) -> list[Rows]:
-        """Generate the answers for the next `rollout_every` steps; return the rows of each step."""
+        """Generate the answers for the next `rollout_every` steps, and return the rows of each step."""
         config, began = self.config, time.perf_counter()
         steps = min(config.rollout_every, config.max_iters - self.step)
         numbers = self._record_numbers(self.step, self.step + steps)
@@ -208,7 +207,7 @@ class _RolloutRun:
         # Skip prompts that leave no room for an answer.
         places = [place for place, prompt in enumerate(all_prompts) if len(prompt) < self.model.max_positions]
         first_row, share = self.step * config.batch_size, Fraction(str(config.rollout_share))
-        # Spread rollouts evenly over the run: floor(n · share) of its first n rows are rollouts.
+        # Of the first n rows of the run, floor(n · share) are rollouts.
         own = [place for place in places if (first_row + place + 1) * share // 1 > (first_row + place) * share // 1]
         truths, prompts = [self.truths[numbers[place]] for place in own], [all_prompts[place] for place in own]
         answers = self._answers(generator, prompts, [truth.record for truth in truths])
@@ -249,7 +248,7 @@ class _RolloutRun:
         return [rows.take(np.flatnonzero(fits & (step_of == step))) for step in range(steps)]
 
     def _answers(self, generator: Generator, prompts: list[list[int]], records: list[Record]) -> list[list[int]]:
-        """Return an answer to each prompt. Each rank generates whole batches, so the world size does not matter."""
+        """Return an answer to each prompt. Each rank generates whole batches, so answers do not depend on the ranks."""
         size = self.config.generation_size
         starts = range(0, len(prompts), size)
 
@@ -268,14 +267,13 @@ class _RolloutRun:
         ]
 
     def _record_numbers(self, first: int, last: int) -> list[int]:
-        """Return the record numbers for a range of steps; the order of records differs between epochs."""
+        """Return the indices of the records for a range of steps."""
         places = np.arange(first * self.config.batch_size, last * self.config.batch_size)
         epochs, inside = np.divmod(places, len(self.truths))
         numbers = [self.order.at(epoch, inside[epochs == epoch]) for epoch in np.unique(epochs).tolist()]
         return [int(number) for number in np.concatenate(numbers)]
 
     def _train_step(self, rows: Rows, run_dir: RunDir) -> None:
-        """Take one optimizer step on a batch."""
         config, began = self.config, time.perf_counter()
         parts = self.world.alone(lambda: self._micro_batches(self._own_rows(rows)))
         weight, trained = self.world.sums(
@@ -299,7 +297,7 @@ class _RolloutRun:
         run_dir.show_step(self.step, loss=result.loss, seconds=seconds, tokens=tokens, trained=trained)
 
     def _own_rows(self, rows: Rows) -> Rows:
-        """Return this rank's rows of a batch; if the rank has none, return one row that is not trained."""
+        """Return this rank's rows of a batch. A rank without rows gets one row with weight 0."""
         rank, size = self.world.rank, self.world.size
         own = rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]
         if len(own) or not len(rows):
@@ -353,9 +351,9 @@ class _RolloutRun:
 
 
 def _padded_length(rows: Rows, device: torch.device) -> int | None:
-    """Return the length to pad a batch to; None means the length of the longest row in the batch.
+    """Return the length to which a batch is padded, or None for the length of its longest row.
 
-    On a GPU, round the length up to a power of two, because FlexAttention is compiled separately for each length.
+    On a GPU, the length is a power of two, because FlexAttention is compiled for each length.
     """
     if device.type != "cuda":
         return None
@@ -372,7 +370,7 @@ def _open_model(config: RolloutConfig, task: Task, world: World) -> CausalModel:
     ):
         if trained is not None and trained != given:
             raise UsageError(
-                f"{folder}: was trained with a different {what} than the config names; "
+                f"{folder}: the model was trained with a different {what} than in the config; "
                 "use the tokenizer, format and add_tokens that the model was trained with"
             )
     compute, adapters = compute_dtype(config.dtype, world.device), config.lora_sizes()

@@ -1,4 +1,4 @@
-"""The loss on rollout targets, computed from the logits at trained positions.
+"""The loss on rollout targets.
 
 Text tokens use cross entropy. Coordinate tokens are positions on an axis, and use three loss terms:
 
@@ -6,7 +6,7 @@ Text tokens use cross entropy. Coordinate tokens are positions on an axis, and u
     wasserstein  Wasserstein-1 distance to the same Gaussian, on an axis of length 1
     outside      -log of the total probability of all coordinate tokens
 
-Losses are sums, not means, so that the result does not depend on how rows are packed or split into batches.
+Losses are sums, not means, so the result does not depend on how rows are packed or split into batches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chatmill.train.loss import LMHead, Losses, TrainedPositions, trained_states
 
 @dataclass(frozen=True)
 class TermWeights:
-    """The weight of each loss term, and the standard deviation of the Gaussian in axis positions."""
+    """The weight of each loss term, and the standard deviation of the Gaussian."""
 
     text: float = 1.0
     soft: float = 1.0
@@ -41,21 +41,21 @@ class TermWeights:
 
 
 class TermLosses(NamedTuple):
-    """The loss at the trained positions: in total, per position and per loss term."""
+    """The loss in total, per position and per loss term."""
 
     total: Tensor
-    """The training loss: the weighted sum over all positions and terms."""
+    """The weighted sum over all positions and terms."""
     tokens: Tensor
     """The loss at each position, detached from the graph."""
     terms: Tensor
-    """The sum of each term over all positions, with position weights but without term weights; detached."""
+    """The sum of each term over all positions, without term weights; detached from the graph."""
 
 
 TERMS = ("text", "soft", "wasserstein", "outside")
 
 
 class Axis(NamedTuple):
-    """The ids of the coordinate tokens in order, and the axis position of every token id (-1 for text tokens)."""
+    """The ids of the coordinate tokens in order, and the axis position of every token id; -1 for text."""
 
     ids: Tensor
     places: Tensor
@@ -72,10 +72,7 @@ class Axis(NamedTuple):
 def rollout_loss(
     logits: Tensor, ids: Tensor, weights: Tensor, *, axis: Axis | None, term_weights: TermWeights
 ) -> TermLosses:
-    """Return the loss of logits with shape (positions, vocabulary) for the target ids.
-
-    Positions whose target is a coordinate token use the coordinate terms. If `axis` is None, all targets are text.
-    """
+    """Return the loss of logits of shape (positions, vocabulary); without `axis`, all targets are text."""
     logits = logits.float()
     log_total = torch.logsumexp(logits, dim=1)
     places = torch.full_like(ids, -1) if axis is None else axis.places[ids]
@@ -87,8 +84,7 @@ def rollout_loss(
         log_inside = torch.logsumexp(axis_logits, dim=1)
         logprobs = axis_logits - log_inside[:, None]
         wanted = gaussian(places[chosen], len(axis.ids), term_weights.sigma)
-        # In one dimension, Wasserstein-1 is the integral of the absolute difference between the cumulative
-        # distributions.
+        # In one dimension, Wasserstein-1 is the integral of the absolute difference of the cumulative distributions.
         distance = (logprobs.exp() - wanted).cumsum(1)[:, :-1].abs().sum(1) / (len(axis.ids) - 1)
         each[1:, chosen] = torch.stack([-(wanted * logprobs).sum(1), distance, log_total[chosen] - log_inside])
     tokens = torch.tensor([getattr(term_weights, name) for name in TERMS], device=logits.device) @ each
@@ -96,7 +92,7 @@ def rollout_loss(
 
 
 class RolloutLoss:
-    """The loss function for rollout targets, which also sums each loss term over the forward passes of a step."""
+    """The loss function for rollout targets, which also sums each loss term over a step."""
 
     def __init__(self, axis: Axis | None, weights: TermWeights) -> None:
         self._axis, self._weights = axis, weights
@@ -115,7 +111,7 @@ class RolloutLoss:
 
 
 def gaussian(places: Tensor, size: int, sigma: float) -> Tensor:
-    """Return a Gaussian around each position, normalized over the axis; the shape is (len(places), size)."""
+    """Return a Gaussian around each position, normalized over the axis."""
     along = torch.arange(size, device=places.device)
     heights = torch.exp(-0.5 * ((along - places[:, None]) / sigma) ** 2)
     return heights / heights.sum(1, keepdim=True)

@@ -1,7 +1,7 @@
 """Match predicted objects to true objects.
 
-Pairs with an overlap below the gate are never matched. Objects are assigned such that the sum of overlaps is maximal.
-Ties are broken in favor of the earliest predicted objects, and then of the earliest true objects.
+Pairs with an overlap below the gate are never matched. The assignment maximizes the sum of overlaps. On a tie, earlier
+predicted objects are matched first, then earlier true objects.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ except ImportError:  # pragma: no cover
 
 GATE = 0.3
 STEPS = 2**30
-"""Overlaps are rounded to multiples of 1/STEPS and summed as integers, so that ties are detected exactly."""
+"""Overlaps are rounded to multiples of 1/STEPS, so that ties are detected exactly."""
 
 FEW = 128
-"""A group of objects with at most this many possible assignments is solved by brute force."""
+"""Groups with at most this many possible assignments are solved by brute force."""
 MISSING = "matching requires {}; run pip install 'chatmill[rollout]'"
 
 Floats = NDArray[np.float64]
@@ -37,10 +37,10 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Matching:
-    """Indices of matched pairs, unmatched predictions (`false_positives`) and unmatched true objects (`missed`)."""
+    """Indices of matched pairs, of unmatched predictions, and of unmatched true objects (`missed`)."""
 
     pairs: tuple[tuple[int, int], ...]
-    """Index pairs (predicted, true), in the order of the predicted objects."""
+    """Index pairs (predicted, true), sorted."""
     false_positives: tuple[int, ...]
     missed: tuple[int, ...]
     gated: int = 0
@@ -50,7 +50,7 @@ class Matching:
 def match_objects(
     predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]], *, gate: float = GATE
 ) -> Matching:
-    """Return the best assignment of predicted to true objects by overlap, ignoring descriptions.
+    """Match predicted to true objects by overlap, ignoring descriptions.
 
     Each object has integer coordinates `bbox_2d` [x1, y1, x2, y2] or `poly` [x1, y1, x2, y2, …].
     """
@@ -64,7 +64,7 @@ def match_objects(
 
 
 def match_equal(predicted: Sequence[Any], truth: Sequence[Any]) -> Matching:
-    """Match each predicted object to the first unmatched true object with the same JSON value."""
+    """Match each predicted object to the first unmatched true object that is equal."""
     left: dict[Any, list[int]] = {}
     for number in range(len(truth) - 1, -1, -1):
         left.setdefault(_identity(truth[number]), []).append(number)
@@ -76,7 +76,7 @@ def match_equal(predicted: Sequence[Any], truth: Sequence[Any]) -> Matching:
 
 
 def overlaps(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]]) -> Floats:
-    """Return the IoU of each predicted and each true object. A shape without area overlaps only an equal shape."""
+    """Return the IoU of each pair of objects. A shape without area overlaps only an equal shape."""
     out = np.zeros((len(predicted), len(truth)))
     mine, true, overlap = _near_overlaps(predicted, truth)
     out[mine, true] = overlap
@@ -86,7 +86,7 @@ def overlaps(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str
 def _near_overlaps(
     predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]]
 ) -> tuple[Index, Index, Floats]:
-    """Return the pairs of objects whose bounding boxes intersect, sorted by predicted object, and their overlaps."""
+    """Return the pairs of objects whose bounding boxes intersect, and their overlaps."""
     (boxes, drawn), (true_boxes, true_drawn) = _bounds(predicted), _bounds(truth)
     mine, true, overlap = _box_overlaps(boxes, true_boxes)
     if drawn or true_drawn:
@@ -99,7 +99,7 @@ def _near_overlaps(
 
 
 def _bounds(things: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[int]]:
-    """Return the bounding box of each object, and the indices of the objects that are polygons."""
+    """Return the bounding boxes, and the indices of the polygons."""
     boxes: list[Any] = [thing.get("bbox_2d") for thing in things]
     polygons = [number for number, box in enumerate(boxes) if box is None] if None in boxes else []
     for number in polygons:
@@ -108,7 +108,6 @@ def _bounds(things: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[int]]:
 
 
 def _box_overlaps(boxes: list[Any], true_boxes: list[Any]) -> tuple[Index, Index, Floats]:
-    """Return pairs of boxes that intersect, and their overlaps."""
     if _rollout is not None and (columns := _rollout.overlaps(boxes, true_boxes)) is not None:
         mine, true = (np.frombuffer(column, dtype=np.int64) for column in columns[:2])
         return mine, true, np.frombuffer(columns[2], dtype=np.float64)
@@ -153,7 +152,7 @@ def _polygon_overlaps(
     corners = np.fromiter(chain.from_iterable(ring for ring, _ in rings), np.float64).reshape(-1, 2)
     shapes = shapely.polygons(shapely.linearrings(corners, indices=of_ring))
     area = shapely.area(shapes)
-    # Apply the even-odd rule to polygons that may intersect themselves.
+    # Polygons that intersect themselves follow the even-odd rule.
     doubtful = [at for at, (_, is_simple) in enumerate(rings) if not is_simple or not area[at]]
     if doubtful:
         shapes[doubtful] = shapely.make_valid(shapes[doubtful])
@@ -164,7 +163,7 @@ def _polygon_overlaps(
 
 
 def _ring(thing: Mapping[str, Any]) -> tuple[Sequence[int], bool]:
-    """Return the corners of a shape as x1, y1, x2, y2 …, and whether the shape is a box or a triangle."""
+    """Return the corners x1, y1, x2, y2 … of a shape, and whether it is a box or a triangle."""
     if "poly" in thing:
         points: Sequence[int] = thing["poly"]
         return points, len(points) == 6
@@ -179,7 +178,7 @@ def _matching(pairs: Sequence[tuple[int, int]], predicted: int, true: int, *, ga
 
 
 def _assign(mine: Index, true: Index, steps: Steps) -> list[tuple[int, int]]:
-    """Return the pairs of the best assignment, sorted by predicted object; solve independent groups separately."""
+    """Return the pairs of the best assignment, sorted."""
     alone = (np.bincount(mine)[mine] == 1) & (np.bincount(true)[true] == 1)
     pairs = list(zip(mine[alone].tolist(), true[alone].tolist(), strict=True))
     if alone.all():
@@ -194,7 +193,7 @@ def _assign(mine: Index, true: Index, steps: Steps) -> list[tuple[int, int]]:
 
 
 def _groups(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Split the feasible pairs into groups such that no object is in two groups."""
+    """Split the feasible pairs into groups that share no objects."""
     of_row: dict[int, list[tuple[int, int]]] = {}
     of_column: dict[int, list[tuple[int, int]]] = {}
     for row, column in pairs:
@@ -209,7 +208,7 @@ def _groups(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def _assign_group(steps: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]:
-    """Return the pairs with the largest sum of overlaps; on ties, earlier objects are matched first."""
+    """Return the pairs with the largest sum of overlaps; on a tie, match earlier objects first."""
     of_row: dict[int, list[tuple[int, int]]] = {}
     for (row, column), worth in steps.items():
         of_row.setdefault(row, []).append((column, worth))
@@ -226,7 +225,7 @@ def _assign_group(steps: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]
 def _first_of_all(
     of_row: Sequence[tuple[int, Sequence[tuple[int, int]]]], at: int, taken: frozenset[int]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Find the largest sum of overlaps of the rows `of_row[at:]` by brute force; return the sum and its pairs."""
+    """Return the largest sum of overlaps for the rows `of_row[at:]`, found by brute force, and its pairs."""
     if at == len(of_row):
         return 0, []
     row, options = of_row[at]
@@ -241,7 +240,7 @@ def _first_of_all(
 
 
 def _first_of_best(steps: Steps) -> list[tuple[int, int]]:
-    """Return the same pairs as `_first_of_all`, without brute force; -1 in the matrix marks infeasible pairs."""
+    """Return the same pairs as `_first_of_all`, without brute force; -1 marks infeasible pairs."""
     allowed = steps >= 0
     best, chosen = _largest_sum(steps, allowed)
     pairs = []
@@ -264,7 +263,7 @@ def _first_of_best(steps: Steps) -> list[tuple[int, int]]:
 
 
 def _largest_sum(steps: Steps, allowed: NDArray[np.bool_]) -> tuple[int, dict[int, int]]:
-    """Return the largest possible sum of overlaps, and the column of each row in an assignment with this sum."""
+    """Return the largest sum of overlaps, and the column of each row in such an assignment."""
     if not allowed.any():
         return 0, {}
     try:
@@ -278,20 +277,20 @@ def _largest_sum(steps: Steps, allowed: NDArray[np.bool_]) -> tuple[int, dict[in
 
 
 def _identity(thing: Any) -> Any:
-    """Return a hashable key that is equal for equal JSON values; true differs from 1, and field order is ignored."""
+    """Return a hashable value that is the same for equal JSON values; true differs from 1."""
     if isinstance(thing, Mapping):
         return frozenset((key, _identity(value)) for key, value in thing.items())
     return (type(thing).__name__, thing)
 
 
-# Scores of answers. Unlike in training, objects match only if their descriptions are equal.
+# Scores. Unlike in training, matched objects must have the same description.
 
 
 class DetectionScore(NamedTuple):
-    """Object counts, summed over answers, from which recall, precision and F1 are computed."""
+    """Object counts, and the recall, precision and F1 computed from them."""
 
     correct: int = 0
-    """Number of predicted objects that match a true object with the same description and sufficient overlap."""
+    """Number of predicted objects that match a true object."""
     predicted: int = 0
     true: int = 0
 
@@ -314,7 +313,7 @@ class DetectionScore(NamedTuple):
 def score_objects(
     predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]], *, overlap: float = 0.5
 ) -> DetectionScore:
-    """Score one answer. Objects with the same description are matched by overlap."""
+    """Score one answer. A match needs the same description and an IoU of at least `overlap`."""
     correct = 0
     for desc in {thing["desc"] for thing in truth}:
         mine, theirs = ([thing for thing in things if thing["desc"] == desc] for things in (predicted, truth))

@@ -1,11 +1,10 @@
-"""Find the entries of the JSON object in a rollout, in one pass over its bytes.
+"""Find the entries of the JSON object in a rollout.
 
     {"object_1": {"desc": "cat", …}, "note": 3, "object_2": {"desc": "do
      entry 0, complete               entry 1    entry 2, incomplete
 
-Tokens are decoded to bytes, not to text, because a character may span several tokens. The root object is parsed
-strictly: the scan ends at the first byte that is not valid JSON. In the body of an entry, the scan checks only strings
-and braces, so other errors, such as an unclosed bracket, affect only that entry.
+Tokens are decoded to bytes, not to text, because a character may span several tokens. The scan ends at invalid JSON in
+the root object. Inside an entry, it checks only strings and braces.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ except ImportError:  # pragma: no cover
 
 STOP_TEXTS = ("<|im_end|>",)
 
-# Matches a brace, a bracket, or a string with an optional closing quote and an optional colon after it.
+# Matches a brace, a bracket, or a string, closed or not, with an optional colon after it.
 _LEXEME = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+\\?)("?)([ \t\n\r]*+:)?|[{}\[\]]', re.DOTALL)
-# Matches everything up to the next brace that is not inside a string.
+# Matches everything up to the next brace outside a string.
 _TO_BRACE = re.compile(rb'[^"{}]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}]*+)*+', re.DOTALL)
 _SCALAR = re.compile(rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 _WORD = re.compile(rb"[-+.0-9A-Za-z]*+")
 _SPACE = re.compile(rb"[ \t\n\r]*+")
-# Limit the number of digits, because Python refuses to convert much longer digit strings to int.
+# Python limits the digits of an int.
 _NUMBERED = re.compile(r"object_([0-9]{1,4000})", re.ASCII)
 _COORDINATE = {token.encode(): k for token, k in COORDINATE.items()}
-# Matches a box entry in printable ASCII with chatmill's exact formatting: number, description, four coordinates.
+# Matches a box entry in printable ASCII with chatmill's exact formatting.
 _BOX = re.compile(
     rb'"(object_([0-9]{1,9}))": \{"desc": "([ !#-\[\]-~]+)", "bbox_2d": \['
     + b", ".join([rb'"<\|coord_(0|[1-9][0-9]{0,2})\|>"'] * 4)
@@ -52,13 +51,13 @@ Ended = Literal["closed", "open", "fault", "no_root"]
 
 
 class ParsedEntry(NamedTuple):
-    """A `key: value` pair of the root object; `start`, `value_start` and `stop` are byte offsets in the rollout."""
+    """A `key: value` pair of the root object, with byte offsets in the rollout."""
 
     key: str
     number: int | None
-    """The number n if the key is object_{n}; None for any other key."""
+    """n for the key object_{n}; None for other keys."""
     largest: int
-    """The largest n of all keys object_{n} in the entry, including nested keys; -1 if the entry has none."""
+    """The largest n of all keys object_{n} in the entry, including nested keys; -1 without such keys."""
     start: int
     value_start: int
     stop: int
@@ -66,7 +65,7 @@ class ParsedEntry(NamedTuple):
     """Whether the value starts with a brace."""
     complete: bool
     box: tuple[str, list[int], list[int]] | None = None
-    """The description, coordinates and their byte offsets, if the entry is a box with chatmill's exact formatting."""
+    """The description, coordinates and byte offsets of a box with chatmill's exact formatting."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +75,15 @@ class Scan:
     data: bytes
     """The bytes of the rollout before the stop token or stop text."""
     token_start: Index
-    """The byte offset of each token, followed by the total length in bytes."""
+    """The byte offset of each token, and of the end."""
     root: int
-    """The byte offset of the root object's opening brace; -1 if the rollout has no root object."""
+    """The byte offset of the opening brace; -1 if the rollout has no root object."""
     entries: tuple[ParsedEntry, ...]
     ended: Ended
-    """Whether the root object is closed, is open at the end, contains invalid JSON (`fault`) or is missing."""
+    """How the root object ends: closed, open at the end, or at invalid JSON (`fault`); `no_root` if it is missing."""
 
     def coordinates(self, entry: ParsedEntry) -> tuple[list[int], list[int]]:
-        """Return the values and the byte offsets of all coordinates in the arrays of an entry."""
+        """Return the values and byte offsets of all coordinates in an entry."""
         if entry.box is not None:
             return entry.box[1:]
         starts: list[int] = []
@@ -105,7 +104,7 @@ class Scan:
         return first, max(first, int(np.searchsorted(self.token_start, stop, side="left")))
 
     def characters(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of characters in the bytes [start, stop); invalid UTF-8 counts as U+FFFD characters."""
+        """Return the range of characters in the bytes [start, stop)."""
         first = len(self.data[:start].decode("utf-8", "replace"))
         return first, first + len(self.data[start:stop].decode("utf-8", "replace"))
 
@@ -117,9 +116,9 @@ def scan_rollout(
     stop_ids: Collection[int] = (),
     stop_texts: Sequence[str] = STOP_TEXTS,
 ) -> Scan:
-    """Find the entries of the JSON object at the start of a rollout, which may be preceded by whitespace.
+    """Find the entries of the JSON object at the start of a rollout.
 
-    The rollout ends at a stop token, at a stop text (even inside a string), or at an id outside the vocabulary.
+    The rollout ends at a stop token, at a stop text, or at an id outside the vocabulary.
     """
     before_stop = id_array(ids)
     for id in stop_ids:
@@ -138,7 +137,7 @@ def scan_rollout(
 
 
 def number_of(key: str) -> int | None:
-    """Return n for a key object_{n}; None for any other key."""
+    """Return n for a key object_{n}; None for other keys."""
     match = _NUMBERED.fullmatch(key)
     return None if match is None else int(match[1])
 
@@ -159,20 +158,19 @@ def parse_json(text: str | bytes, decoder: json.JSONDecoder = JSON) -> Any:
 
 
 def _space(data: bytes, at: int) -> int:
-    """Return the offset of the first byte at or after `at` that is not whitespace."""
     match = _SPACE.match(data, at)
     return match.end() if match else at
 
 
 class _EndError(Exception):
-    """Raised to end the scan at the end of the bytes or at invalid JSON."""
+    """Ends the scan."""
 
     def __init__(self, ended: Ended) -> None:
         self.ended = ended
 
 
 def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
-    """Return the entries of the root object, whose opening brace is directly before `at`, and how the scan ended."""
+    """Return the entries of the root object from `at` on, and how the scan ended."""
     entries: list[ParsedEntry] = []
     start = _space(data, at)
     if data[start : start + 1] == b"}":
@@ -195,7 +193,7 @@ def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
 
 
 def _boxes(data: bytes, at: int) -> list[Box]:
-    """Return the box entries at an offset, up to the first entry that does not have chatmill's exact formatting."""
+    """Return the consecutive box entries with chatmill's exact formatting."""
     if _rollout is not None:
         return _rollout.boxes(data, at)
     boxes: list[Box] = []
@@ -212,7 +210,7 @@ def _boxes(data: bytes, at: int) -> list[Box]:
 
 
 def _entry(data: bytes, start: int) -> tuple[ParsedEntry | None, Ended | None]:
-    """Return the entry at an offset (None if no key starts there), and how the scan ended (None if it continues)."""
+    """Return the entry at an offset, or None, and how the scan ended, or None if it continues."""
     key, value = "", start
     try:
         key, value = _key(data, start)
@@ -232,7 +230,7 @@ def _at_end(data: bytes, at: int) -> Ended:
 
 
 def _key(data: bytes, at: int) -> tuple[str, int]:
-    """Return the key at an offset, and the offset of the key's value."""
+    """Return a key and the offset of its value."""
     match = _LEXEME.match(data, at)
     if match is None or match[1] is None:
         raise _EndError(_at_end(data, at))
@@ -246,7 +244,7 @@ def _key(data: bytes, at: int) -> tuple[str, int]:
 
 
 def _value(data: bytes, at: int) -> tuple[int, bool, int]:
-    """Return the end of a value, whether the value is an object, and the largest n of its keys object_{n}."""
+    """Return the end of a value, whether it is an object, and the largest n of its keys object_{n}."""
     first = data[at : at + 1]
     if first == b"{":
         return _body(data, at)
@@ -267,7 +265,7 @@ def _value(data: bytes, at: int) -> tuple[int, bool, int]:
 
 
 def _body(data: bytes, at: int) -> tuple[int, bool, int]:
-    """Find the closing brace of an object, whose content need not be valid JSON."""
+    """Find the closing brace of an object, whose content may be invalid JSON."""
     depth, stop = 0, at
     while True:
         match = _TO_BRACE.match(data, stop)
@@ -280,12 +278,12 @@ def _body(data: bytes, at: int) -> tuple[int, bool, int]:
             if not depth:
                 return stop, True, _largest(data, at, stop)
         else:
-            # The data ends before the closing brace, or a string is not closed.
+            # The closing brace is missing, or a string is not closed.
             raise _EndError("open")
 
 
 def _array(data: bytes, at: int) -> tuple[int, bool, int]:
-    """Find the end of an array, which must be valid JSON so that the root object can be parsed."""
+    """Find the end of an array, which must be valid JSON."""
     stack: list[int] = []
     for match in _LEXEME.finditer(data, at):
         if match[1] is None:
@@ -306,7 +304,6 @@ def _array(data: bytes, at: int) -> tuple[int, bool, int]:
 
 
 def _largest(data: bytes, start: int, stop: int) -> int:
-    """Return the largest n of all keys object_{n} in a value; -1 if the value has no such key."""
     # Fast path: most values contain neither "object_" nor an escape.
     if data.find(b"object_", start, stop) < 0 and data.find(b"\\", start, stop) < 0:
         return -1
@@ -315,10 +312,10 @@ def _largest(data: bytes, start: int, stop: int) -> int:
 
 
 def _string(raw: bytes) -> str | None:
-    """Return the value of a JSON string from the bytes between its quotes; None if the string is invalid."""
+    """Return the value of a JSON string without its quotes; None if the string is invalid."""
     try:
         text = raw.decode()
-        # Fast path: strings without escapes or control characters need no parsing.
+        # Fast path: most strings need no parsing.
         return text if "\\" not in text and text.isprintable() else parse_json(f'"{text}"')
     except ValueError:
         return None

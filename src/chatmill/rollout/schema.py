@@ -23,7 +23,7 @@ Object = dict[str, Any]
 STRUCTURE, VALUE = int(Part.STRUCTURE), int(Part.VALUE)
 KEYS = {"desc", "bbox_2d", "poly"}
 PLACES: Mapping[Any, int] = {**COORDINATE, **{k: k for k in COORDINATE.values()}}
-"""Coordinate values by token or number, because true objects may use either."""
+"""Maps coordinate tokens and numbers to values, because true objects may contain either."""
 
 
 class TextPart(NamedTuple):
@@ -31,24 +31,24 @@ class TextPart(NamedTuple):
 
     text: str
     part: int
-    """A `Part` as an integer, which is faster to hash than the enum."""
+    """An int instead of a `Part`, because it is faster to hash."""
 
 
 NO_TEXT = TextPart("", STRUCTURE)
 
 
 class EntryText(NamedTuple):
-    """The body of an entry: text, single-token coordinates with separators between them, and more text."""
+    """The body of an entry: text, coordinates with separators, and more text."""
 
     head: tuple[TextPart, ...]
     coordinates: Sequence[int] = ()
     separators: tuple[str, ...] = ()
-    """Texts to write between coordinates, repeated cyclically."""
+    """Texts between coordinates, repeated cyclically."""
     tail: TextPart = NO_TEXT
 
 
 class UnfitError(Exception):
-    """Raised if an entry does not fit the schema; `reason` is the name under which such entries are counted."""
+    """An entry does not fit the schema; entries are counted by `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -62,13 +62,13 @@ class Schema(Protocol):
     def uses_coordinates(self) -> bool: ...
 
     def read(self, body: Object) -> Object:
-        """Return the object in the parsed body of an entry; raise `UnfitError` if the body does not fit the schema."""
+        """Return the object in the parsed body of an entry; raise `UnfitError` if it does not fit."""
 
     def check(self, thing: Mapping[str, Any]) -> Object:
-        """Return a true object in the form that `read` returns; raise `DataError` if it does not fit the schema."""
+        """Return a true object in the form that `read` returns; raise `DataError` if it does not fit."""
 
     def write(self, thing: Object) -> EntryText:
-        """Return the text and coordinates of an object, as the body of an entry."""
+        """Return the body of an entry."""
 
     def match(self, predicted: Sequence[Object], truth: Sequence[Object]) -> Matching: ...
 
@@ -91,7 +91,7 @@ BODY = json.JSONDecoder(object_pairs_hook=_no_key_twice, parse_constant=JSON.par
 
 
 def read_body(body: bytes, schema: Schema) -> Object:
-    """Parse the body of an entry and return its object; raise `UnfitError` if the body does not fit the schema."""
+    """Parse the body of an entry; raise `UnfitError` if it does not fit the schema."""
     try:
         parsed = parse_json(body, BODY)
     except ValueError:
@@ -101,7 +101,7 @@ def read_body(body: bytes, schema: Schema) -> Object:
 
 @dataclass(frozen=True)
 class Detection:
-    """A schema for objects with a description and a box or polygon, which are matched by overlap."""
+    """A schema for objects with a description and a box or polygon. Objects are matched by overlap."""
 
     gate: float = GATE
     """Minimum overlap (IoU) of a matched pair."""
@@ -111,7 +111,7 @@ class Detection:
         return self._read(body, COORDINATE)
 
     def read_box(self, desc: str, box: list[int]) -> Object:
-        """Return the object of a box entry whose description and coordinates have already been parsed."""
+        """Return the object of an entry that is already parsed."""
         if not desc.strip():
             raise UnfitError("desc")
         if box[0] > box[2] or box[1] > box[3]:
@@ -174,7 +174,7 @@ def _box(items: Any, places: Mapping[Any, int]) -> list[int]:
 
 
 def _polygon(items: Any, places: Mapping[Any, int]) -> list[int]:
-    """Return the coordinates of a polygon, given as a flat list or as pairs, as a flat list x1, y1, x2, y2 …"""
+    """Return the coordinates x1, y1, x2, y2 … of a polygon, given as a flat list or as pairs."""
     if isinstance(items, list | tuple) and items and all(isinstance(item, list | tuple) for item in items):
         if any(len(item) != 2 for item in items):
             raise UnfitError("length")
@@ -186,7 +186,6 @@ def _polygon(items: Any, places: Mapping[Any, int]) -> list[int]:
 
 
 def _places(items: Any, places: Mapping[Any, int]) -> list[int]:
-    """Return the values of a list of coordinates; raise `UnfitError` if an item is not a coordinate."""
     if not isinstance(items, list | tuple):
         raise UnfitError("coordinate")
     numbers = [places.get(item, -1) if type(item) in (str, int) else -1 for item in items]
@@ -197,7 +196,7 @@ def _places(items: Any, places: Mapping[Any, int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Fields:
-    """A schema for entries with fixed fields of plain JSON values, which match if all fields are equal."""
+    """A schema for entries with fixed fields. Entries match if all fields are equal."""
 
     names: tuple[str, ...]
     uses_coordinates = False
@@ -245,12 +244,11 @@ class Fields:
 
 @lru_cache(CACHED)
 def _head(desc: str, geometry: TextPart) -> tuple[TextPart, ...]:
-    """Return the text of an entry before its first coordinate."""
     return DESC, TextPart(_inside(desc), VALUE), geometry
 
 
 def _inside(text: str) -> str:
-    """Return text escaped as in a JSON string, without the quotes; non-ASCII characters are not escaped."""
+    """Return text as in a JSON string, without the quotes."""
     if text.isprintable() and '"' not in text and "\\" not in text:
         return text
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,4 +1,4 @@
-"""Send requests to OpenAI-compatible servers, and parse answers in JSON or event streams."""
+"""Send requests to OpenAI-compatible servers, and parse the replies."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ import numpy as np
 from chatmill.errors import DataError, UsageError, one_line
 
 RETRIED = {408, 429, 500, 502, 503, 504}
-"""HTTP status codes after which a request is retried."""
+"""Status codes after which a request is retried."""
 REJECTED = {400, 404, 405, 422}
-"""HTTP status codes that servers return for a path or request field that they do not support."""
+"""Status codes for an unsupported path or request field."""
 MAX_REPLY_BYTES = 64 << 20
-"""Maximum size of a server's reply in bytes."""
 READ_BYTES = 1 << 16
 
 
@@ -36,17 +35,17 @@ class ServerAnswer:
     finish_reason: str | None = None
     has_text: bool = False
     parsed: str = ""
-    """Name of the field (reasoning or tool calls) to which the server moved part of the answer; empty if it did not."""
+    """The field, such as reasoning or tool_calls, to which the server moved part of the answer."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class Server:
-    """A client that sends concurrent requests for one model to a server, and retries them after temporary failures."""
+    """A client for one model on a server, which retries requests after temporary failures."""
 
     url: str
-    """The base URL of the server, including the version, such as http://localhost:8000/v1."""
+    """The base URL of the server, such as http://localhost:8000/v1."""
     model: str
     max_tokens: int
     temperature: float = 0.0
@@ -57,9 +56,9 @@ class Server:
     """Maximum time in seconds for one answer."""
     attempts: int = 4
     pause: float = 0.5
-    """Seconds before the first retry; the pause doubles before each further retry."""
+    """Seconds before the first retry, doubled for each further retry."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Headers to send with every request, such as Authorization. Error messages never contain header values."""
+    """Headers for every request, such as Authorization. Errors never contain their values."""
     advice: ClassVar[str] = ""
     """Advice to show if the server rejects a request."""
 
@@ -67,7 +66,7 @@ class Server:
         check_server_url(self.url)
 
     def sampled(self, step: int, row: int) -> dict[str, Any]:
-        """Return the request fields for model and sampling; the request's seed depends only on (seed, step, row)."""
+        """Return the request fields for model and sampling; the seed depends only on (seed, step, row)."""
         return {
             "model": self.model,
             "max_tokens": self.max_tokens,
@@ -77,7 +76,7 @@ class Server:
         }
 
     def answers(self, bodies: Sequence[Mapping[str, Any]], path: str) -> list[ServerAnswer]:
-        """Send the requests concurrently, and return the answers in the order of the requests."""
+        """Send the requests concurrently, and return the answers in order."""
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(bodies)))) as pool:
             futures = [pool.submit(self._post, path, body) for body in bodies]
             try:
@@ -88,7 +87,7 @@ class Server:
                 raise
 
     def fault(self, what: str, right: str) -> DataError:
-        """Return an error that describes a server fault in one line, without header values."""
+        """Return an error on one line, without header values."""
         message = f"{self.url}: {what}; {right}"
         for value in self.headers.values():
             for secret in (value, value.removeprefix("Bearer ")):
@@ -122,7 +121,7 @@ class Server:
         return f"; {self.advice}" if self.advice else ""
 
     def _read(self, request: urllib.request.Request) -> bytes:
-        """Return the body of the reply. `timeout` limits the time for the whole reply, not for each read."""
+        """Return the body of the reply. `timeout` limits the time for the whole reply."""
         deadline = time.monotonic() + self.timeout
         data = bytearray()
         with _OPENER.open(request, timeout=self.timeout) as response:
@@ -138,15 +137,15 @@ class Server:
 
 
 def check_server_url(url: str) -> None:
-    """Raise `UsageError` if a string is not the base URL of a server, or contains a password or query."""
+    """Raise `UsageError` if a string is not a base URL, or contains a password or query."""
     try:
         parts = urlsplit(url)
     except ValueError:
         parts = urlsplit("")
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        what = "the server URL contains a user name, a password or a query, which would be stored with the run"
+        what = "the run would store the user name, password or query in the server URL"
         raise UsageError(
-            f"{what}; remove these parts, and set server_key_env to the environment variable that contains the API key"
+            f"{what}; remove them, and set server_key_env to the environment variable with the API key"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f'"{one_line(url)}" is not a server URL; expected http://… or https://…')
@@ -169,7 +168,7 @@ class _CutError(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects, which would turn a POST into a GET request and send the API key to another host."""
+    """Refuses redirects, which would send the API key to another host."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -179,14 +178,11 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 def read_answer(data: bytes) -> ServerAnswer:
-    """Parse a server's reply: one JSON object, or a stream of objects that each contain part of the answer.
-
-    The text of a chat completion is in `message` or `delta`; the text of other completions is in the choice itself.
-    """
+    """Parse a server's reply: one JSON object, or a stream of objects that each contain part of the answer."""
     start = data.lstrip()
     streamed = start.startswith((b"data:", b"event:", b":"))
     parts = [_object(part) for part in (_events(start) if streamed else [start])]
-    # A stream may contain no text at all, but a single object must have a text field, which may be empty.
+    # A single object must have a text field, but a stream may have none.
     answer, has_choice = ServerAnswer(has_text=streamed), False
     for part in parts:
         if part.get("error") is not None:
@@ -226,7 +222,7 @@ def _add_choice(answer: ServerAnswer, choice: dict[str, Any], part: dict[str, An
 def _events(data: bytes) -> list[bytes]:
     """Return the data of the complete server-sent events before [DONE].
 
-    Lines are split only at line feeds, because JSON may contain other line breaks. An empty line ends an event.
+    Lines are split only at line feeds, because JSON may contain other line breaks.
     """
     events: list[bytes] = []
     for block in data.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:

@@ -1,10 +1,10 @@
-"""Build targets: answers to train on, made from the model's own answer and the true objects that it missed.
+"""Build targets: the model's own answers, completed with the true objects that they missed.
 
     rollout  {"object_1": {…cat…}, "object_2": {…dog…}, "object_3": {"desc": "b
     target   {"object_1": {…cat…}, "object_2": {…dog…} , "object_3": {…bird…} } EOS
              kept: context, except matched coordinates  appended: trained
 
-Tokens of the kept prefix are not changed, but if the prefix ends inside a token, shorter tokens replace this token.
+The kept prefix has the tokens of the rollout. If it ends inside a token, shorter tokens replace this token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from chatmill.rows import Index, Part, Rows
 from chatmill.tokenizer import Tokenizer
 
 ANY_NUMBER = json.JSONDecoder(parse_constant=JSON.parse_constant, parse_int=str)
-"""A JSON decoder that keeps integers as text, because Python limits the number of digits of an int."""
+"""A decoder that keeps integers as text, because Python limits the digits of an int."""
 NO_SLOTS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 
 
@@ -40,9 +40,9 @@ class Target:
     ids: list[int]
     """Ids of the kept prefix, the appended tokens and EOS."""
     prefix_ids: list[int]
-    """Ids of the kept prefix, including shorter tokens that replace a split token."""
+    """Ids of the kept prefix, with shorter tokens instead of a split token."""
     prefix_text: str
-    """Text of the kept prefix; if `border` is `canonical` or `joined`, the text may extend beyond `prefix_ids`."""
+    """Text of the kept prefix; with the border `canonical` or `joined`, it may extend beyond `prefix_ids`."""
     appended_text: str
     start_index: int
     """The number n of the first appended key object_{n}."""
@@ -53,24 +53,24 @@ class Target:
     matched: tuple[tuple[int, int], ...]
     """Index pairs (valid object, true object)."""
     missed: tuple[int, ...]
-    """Indices of the true objects that the rollout missed and that were appended."""
+    """Indices of the true objects that the rollout missed."""
     truncated: bool
     """Whether the rollout ended before the answer was complete."""
     fallback: str | None
-    """Reason why no part of the rollout was kept: empty, no_brace, array_root, text_before or no_cut; else None."""
+    """Why no part of the rollout was kept: empty, no_brace, array_root, text_before or no_cut; else None."""
     target_is_json: bool
     kept: int
     """Number of rollout tokens that were kept unchanged."""
     slots: int
-    """Number of rollout coordinates that are trained with the true value as target."""
+    """Number of rollout coordinates whose target is the true value."""
     gated: int
-    """Number of pairs of a predicted and a true object whose overlap is too small for a match."""
+    """Number of object pairs whose overlap is too small for a match."""
     rows: Rows = field(repr=False)
     """The target as one row, without a prompt."""
 
     @property
     def false_positives(self) -> tuple[int, ...]:
-        """Indices of valid objects that do not match any true object."""
+        """Indices of valid objects that match no true object."""
         matched = {number for number, _ in self.matched}
         return tuple(number for number in range(len(self.valid_objects)) if number not in matched)
 
@@ -89,13 +89,12 @@ def build_target(
     border: Border = "shorter",
     weights: PartWeights = EVEN,
 ) -> Target:
-    """Build the target for one rollout from the true objects that the answer should contain.
+    """Build the target for one rollout; `objects` are the true objects.
 
-    `eos_id` defaults to the end-of-turn token of the tokenizer's chat format, and `stop_ids` to `eos_id`. Without
-    `train_values`, the values in appended entries are not trained. With `train_cut`, tokens that replace a split token
-    or an unusable rollout are trained. `border` sets how the text around the end of the prefix is tokenized, and
-    `weights` sets the loss weight of each kind of token. Any rollout is accepted, but a true object that does not fit
-    the schema raises `DataError`.
+    `eos_id` defaults to the end-of-turn token of the tokenizer's chat format, and `stop_ids` to `eos_id`.
+    `train_values` includes the values of appended entries in the loss. `train_cut` includes the tokens that replace a
+    split token or an unusable rollout. `border` sets how the end of the prefix is tokenized. `weights` sets the loss
+    weight of each kind of token.
 
     >>> from chatmill import build_target, open_tokenizer
     >>> from chatmill.rollout import COORDINATES
@@ -143,7 +142,7 @@ def build_target(
         missed=matching.missed,
         truncated=scan.ended == "open",
         fallback=cut.fallback,
-        # Valid objects were already parsed as JSON, so parse the text again only if it contains other entries.
+        # Valid objects are JSON, so parse the text only if it contains other entries.
         target_is_json=len(valid) == len(cut.entries) or _is_json(cut.text + appended.text.encode()),
         kept=kept,
         slots=len(slots[0]),
@@ -160,7 +159,7 @@ def build_answer(
     eos_id: int | None = None,
     train_values: bool = True,
 ) -> Rows:
-    """Build a row with the complete answer for these objects, for SFT before rollout training."""
+    """Build a row with the true answer, for SFT before rollout training."""
     vocabulary = vocabulary_of(tokenizer)
     truth = [schema.check(thing) for thing in objects]
     answer = encode_answer(truth, schema, vocabulary)
@@ -171,7 +170,7 @@ def build_answer(
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int:
-    """Return the id of the token that ends an answer: the `eot` control token of the tokenizer's chat format."""
+    """Return the id of the token that ends an answer: the control token `eot`."""
     ids = tokenizer.special_token_ids()
     if "eot" not in ids:
         raise UsageError(f"{tokenizer.name}: was opened without an end-of-turn token (eot); pass eos_id")
@@ -181,10 +180,10 @@ def end_of_turn(tokenizer: Tokenizer) -> int:
 # Select the prefix of the rollout to keep, and parse its objects.
 
 Border = Literal["shorter", "canonical", "joined", "masked"]
-"""How to tokenize the text around the end of the kept prefix, where a tokenizer may merge kept and appended text.
+"""How to tokenize the end of the kept prefix, where a tokenizer may merge kept and appended text.
 
     shorter    encode the appended text separately; if the prefix ends inside a token, a shorter token replaces it
-    masked     like `shorter`, but do not train the first appended token
+    masked     like `shorter`, but exclude the first appended token from the loss
     joined     encode the appended text together with the last token of the prefix
     canonical  encode the whole text, and use these tokens after the last boundary that they share with the prefix
 """
@@ -202,7 +201,7 @@ class _KeptPrefix(NamedTuple):
 
 
 def _cut(ids: Index, scan: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
-    """Return the prefix up to the last complete object or the opening brace; if neither exists, return `{`."""
+    """Return the prefix up to the last complete object, else up to the opening brace, else `{`."""
     if scan.root < 0:
         return _nothing_kept(vocabulary, _why_no_root(scan.data))
     count = next((number for number in range(len(scan.entries), 0, -1) if _is_object(scan.entries[number - 1])), 0)
@@ -235,14 +234,14 @@ def _joined(
     encode: Callable[..., Appended],
     vocabulary: Vocabulary,
 ) -> tuple[Index, int, Appended]:
-    """Return the prefix tokens, the number of unchanged rollout tokens in the prefix, and the appended tokens."""
+    """Return the prefix tokens, the number of rollout tokens among them, and the appended tokens."""
     if border in ("shorter", "masked") or cut.fallback is not None:
         appended = encode()
         if border == "masked":
             appended = appended._replace(parts=bytes([Part.PREFIX]) + appended.parts[1:])
         return cut.ids, cut.kept, appended
     end, starts = len(cut.text), scan.token_start
-    # Start after the last control token, because a tokenizer never merges control tokens with text.
+    # A tokenizer never merges control tokens with text, so start after the last control token.
     last = int(np.searchsorted(starts, end, side="left"))
     control = (at + 1 for at in range(last - 1, -1, -1) if vocabulary.is_control(int(ids[at])))
     first = max(next(control, 0), last - 1 if border == "joined" else 0)
@@ -268,7 +267,7 @@ def _why_no_root(data: bytes) -> str:
 
 
 def _read(scan: Scan, schema: Schema, cut: _KeptPrefix) -> tuple[list[ParsedEntry], list[Object], dict[str, int]]:
-    """Return the valid entries of a rollout, their objects, and the number of invalid entries by reason."""
+    """Return the valid entries, their objects, and the number of invalid entries by reason."""
     entries: list[ParsedEntry] = []
     valid: list[Object] = []
     dropped: Counter[str] = Counter()
@@ -321,8 +320,7 @@ def _slots(
 ) -> tuple[Index, Index]:
     """Return the positions of slots in the kept tokens, and the target id of each slot.
 
-    A slot is a single-token coordinate of a matched object. The predicted and the true geometry must have the same type
-    and number of points.
+    A slot is a coordinate of a matched object whose true value is known.
     """
     starts: list[int] = []
     predicted: list[int] = []
@@ -345,10 +343,9 @@ def _slots(
 
 
 def _aligned(thing: Object, true: Object) -> list[int] | None:
-    """Return the true coordinates in the order of the prediction; None if the shapes differ in type or number of
-    points.
+    """Return the true coordinates in the order of the prediction; None for another type or number of points.
 
-    A polygon can start at any corner and run in either direction; the order nearest to the prediction is used.
+    A polygon can start at any corner and run in either direction.
     """
     if "bbox_2d" in thing and "bbox_2d" in true:
         box: list[int] = true["bbox_2d"]
@@ -368,8 +365,7 @@ def _closing(
 ) -> tuple[int, int] | None:
     """Return the index of the token after the last matched object, and the id that would close the answer there.
 
-    Return None if an object was missed, if the prefix ends with the last matched object, or if no single token closes
-    the answer.
+    Return None if an object was missed, or if nothing follows the last matched object.
     """
     if cut.fallback is not None or matching.missed:
         return None

@@ -1,4 +1,4 @@
-"""Render prompts, targets and true answers as rows, for tasks whose answers list objects."""
+"""Render prompts, targets and true answers as rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 @dataclass(frozen=True)
 class Task:
-    """The renderer of conversations, and the schema of answers."""
+    """The renderer for conversations, and the schema for answers."""
 
     renderer: TurnRenderer | TemplateRenderer
     schema: Schema
@@ -51,10 +51,10 @@ def open_task(
     gate: float = GATE,
     add_tokens: bool = False,
 ) -> Task:
-    """Open a task whose answer entries have these fields; by default, a description and a box or polygon.
+    """Open a task. `fields` are the fields of an entry, by default a description and a box or polygon.
 
     The default format is the chat template in the tokenizer's folder, or chatml if the folder has none. Boxes and
-    polygons require coordinate tokens; raises `UsageError` if the tokenizer of a model folder lacks them.
+    polygons require coordinate tokens.
     """
     schema: Schema = Detection(gate) if fields is None else Fields(fields)
     if (name := resolve_format(format, tokenizer)) == TEMPLATE:
@@ -69,7 +69,7 @@ def open_task(
 
 
 def task_prompts(truths: Sequence[GroundTruth], task: Task) -> Rows:
-    """Return the prompt of each record as a row, with the record's key in its origin."""
+    """Return one row per record with its prompt; the origin contains the record's key."""
     prompts = prompt_rows([truth.record for truth in truths], task.renderer)
     keys = b"".join(record_key(truth.record) for truth in truths)
     prompts.origins["key"] = np.frombuffer(keys, dtype="<u8").reshape(-1, 2)
@@ -81,11 +81,11 @@ def prompt_lists(prompts: Rows) -> list[list[int]]:
     return [prompts.ids[start:stop].tolist() for start, stop in pairwise(prompts.row_start.tolist())]
 
 
-# Build prompt rows, which have the same ids in generation and training.
+# Prompt rows, which have the same ids in generation and training.
 
 
 def prompt_rows(records: Sequence[Record], renderer: TurnRenderer | TemplateRenderer) -> Rows:
-    """Return an untrained row per record, with its messages and the generation prompt.
+    """Return one row per record, with its messages and the generation prompt, and weight 0 everywhere.
 
     The ids of each row equal `Renderer.prompt_ids` of its record.
     """
@@ -112,7 +112,7 @@ def _turn_prompts(records: Sequence[Record], renderer: TurnRenderer) -> Rows:
 
 
 def _two_pieces_a_row(start: Index, stop: Index) -> GatherPlan:
-    """Plan rows of two pieces each; `start` and `stop` have shape (rows, 2), and row i keeps origin i."""
+    """Plan rows of two pieces each; `start` and `stop` have the shape (rows, 2)."""
     numbers = np.arange(len(start) + 1, dtype=np.int64)
     return GatherPlan(
         start=start.ravel(), stop=stop.ravel(), first_piece=2 * numbers, origin=numbers[:-1], first_segment=numbers
@@ -120,14 +120,14 @@ def _two_pieces_a_row(start: Index, stop: Index) -> GatherPlan:
 
 
 def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
-    """Join each prompt and its answer into one row, which keeps the origin of the prompt."""
+    """Join each prompt and its answer into one row with the origin of the prompt."""
     if len(prompts) != len(answers):
         raise DataError(f"{len(prompts)} prompts and {len(answers)} answers; expected one answer per prompt")
     source = concat([prompts, *answers])
     count = len(prompts)
     both = np.stack([np.arange(count), np.arange(count) + count], axis=1)
     rows = gather(source, _two_pieces_a_row(source.row_start[:-1][both], source.row_start[1:][both]))
-    # The answer belongs to the same message as the header at the end of the prompt.
+    # The header at the end of the prompt belongs to the answer's message.
     opened = prompts.spans["message"][prompts.first_span[1:] - 1]
     of_answer = rows.spans["rule"] != Rule.PROMPT
     rows.spans["message"] = np.where(of_answer, np.repeat(opened, np.diff(rows.first_span)), rows.spans["message"])
@@ -137,7 +137,7 @@ def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
 def check_prompts(
     rows: Rows, prompts: Sequence[Sequence[int]], where: Callable[[int], str] = lambda row: f"row {row}"
 ) -> None:
-    """Raise `DataError` unless each row starts with its generation prompt and the prompt is not trained."""
+    """Raise `DataError` unless each row starts with its prompt, which the loss mask must exclude."""
     mask = rows.mask()
     for row, (start, prompt) in enumerate(zip(rows.row_start[:-1].tolist(), prompts, strict=True)):
         stop = start + len(prompt)
@@ -149,13 +149,13 @@ def check_prompts(
         if mask[start:stop].any():
             token = int(mask[start:stop].argmax())
             raise DataError(
-                f"{where(row)}: token {token} of the prompt is trained; expected only answers to be trained"
+                f"{where(row)}: the loss mask includes token {token} of the prompt; expected only tokens of answers"
             )
 
 
 @dataclass
 class Health:
-    """Counts that show the quality of rollouts, summed over targets."""
+    """Counts that show the quality of rollouts."""
 
     rollouts: int = 0
     valid: int = 0
@@ -165,22 +165,22 @@ class Health:
     truncated: int = 0
     """Number of rollouts that ended before the answer was complete."""
     fallback: Counter[str] = field(default_factory=Counter)
-    """Number of rollouts of which no part was kept, by reason."""
+    """Number of rollouts that were dropped as a whole, by reason."""
     broken: int = 0
-    """Number of targets that are not valid JSON, because they keep an invalid entry."""
+    """Number of targets that are not valid JSON, because of an invalid entry of the rollout."""
     matched: int = 0
     missed: int = 0
-    """Number of true objects that were missed and appended."""
+    """Number of missed true objects, which were appended."""
     false_positives: int = 0
     gated: int = 0
     """Number of pairs whose overlap is too small for a match."""
     slots: int = 0
     too_long: int = 0
-    """Number of prompts and targets that were skipped because they exceed the model's maximum sequence length."""
+    """Number of prompts and targets that exceed the model's maximum sequence length and were skipped."""
     as_text: int = 0
     """Number of answers that a server returned as text."""
     retokenized: int = 0
-    """Number of text answers whose token count differs from the count that the server reported."""
+    """Number of text answers whose token count differs from the server's count."""
     rollout_tokens: int = 0
     kept_tokens: int = 0
     target_tokens: int = 0
@@ -210,7 +210,7 @@ class Health:
             setattr(self, name, mine + value)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all counts as a dict, with reasons sorted by name."""
+        """Return all counts as a dict."""
         return {
             name: dict(sorted(value.items())) if isinstance(value, Counter) else value
             for name, value in vars(self).items()
@@ -230,7 +230,7 @@ def target_rows(
     border: Border = "shorter",
     weights: PartWeights = EVEN,
 ) -> Rows:
-    """Return rows of prompts with their targets, and add the counts of all rollouts to `health`."""
+    """Return rows of prompts and targets, and add the counts of the rollouts to `health`."""
     prompts = task_prompts([truth for truth, _ in pairs], task)
     made = []
     for truth, rollout in pairs:
@@ -256,7 +256,7 @@ def target_rows(
 
 
 def answer_rows(truths: Sequence[GroundTruth], task: Task, *, train_values: bool = True) -> Rows:
-    """Return rows of prompts with their true answers."""
+    """Return rows of prompts and true answers."""
     options: dict[str, Any] = {"tokenizer": task.tokenizer, "schema": task.schema, "eos_id": task.eos_id}
     made = []
     for truth in truths:

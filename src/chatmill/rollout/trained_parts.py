@@ -1,4 +1,4 @@
-"""Build the row of a target, with the target id and weight of each trained token."""
+"""Build the row of a target, with the target id and weight of each token."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ IS_TRAINED[[Rule.ROLLOUT, Rule.VALUES_OFF]] = 0
 
 @dataclass(frozen=True)
 class PartWeights:
-    """The loss weight of each kind of trained token."""
+    """The loss weight of each kind of token."""
 
     slot: float = 1.0
-    """Weight of the coordinates of matched objects, whose targets are the true values."""
+    """Weight of the coordinates of matched objects."""
     append: float = 1.0
-    """Weight of appended objects, which the rollout missed."""
+    """Weight of appended objects."""
     end: float = 1.0
     """Weight of the closing brace and EOS."""
     surplus: float = 0.0
-    """Weight of closing the answer where the rollout continues although all true objects were found."""
+    """Weight of closing the answer where the rollout continues after the last true object."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -38,7 +38,6 @@ class PartWeights:
                 raise UsageError(f"{name} is {value}; expected a number of at least 0")
 
     def of_parts(self) -> NDArray[np.float32]:
-        """Return the weight of each `Part`."""
         weights = np.full(256, self.append, dtype=np.float32)
         weights[Part.SLOT], weights[[Part.BRACE, Part.EOS]] = self.slot, self.end
         return weights
@@ -56,14 +55,14 @@ def target_row(
     train_values: bool,
     weights: PartWeights,
 ) -> Rows:
-    """Return the row of a target; `slots` and `closing` contain positions and the ids to train there."""
+    """Return the row of a target; `slots` and `closing` contain positions and their target ids."""
     part = np.frombuffer(bytearray(parts), dtype=np.uint8)
     part[slots[0]] = Part.SLOT
     target = np.full(len(ids), OWN_ID, dtype=np.int32)
     target[slots[0]] = slots[1]
     if closing is not None:
         part[closing[0]], target[closing[0]] = Part.BRACE, closing[1]
-    # Each slot is its own span, because quotes and a comma separate it from the next slot.
+    # Other tokens separate the slots, so each slot is its own span.
     changes = np.flatnonzero(part[1:] != part[:-1])
     bounds = np.empty(len(changes) + 2, dtype=np.int64)
     bounds[0], bounds[1:-1], bounds[-1] = 0, changes + 1, len(ids)
@@ -82,13 +81,12 @@ def target_row(
 
 @lru_cache
 def _of_parts(train_values: bool, weights: PartWeights) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Return the rule and the weight of each `Part`."""
     rules = RULES[int(train_values)]
     return rules, IS_TRAINED[rules] * weights.of_parts()
 
 
 def one_row(ids: Ids, spans: Table) -> Rows:
-    """Return tokens and their spans as a row that contains one conversation and has no origin."""
+    """Return tokens and spans as a row with one conversation and no origin."""
     origins = np.zeros(1, dtype=ORIGIN)
     origins["file"] = NO_FILE
     return Rows(ids, spans, np.array([0, len(spans)], dtype=np.int64), origins, np.array([0, 1], dtype=np.int64))

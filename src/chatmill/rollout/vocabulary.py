@@ -18,12 +18,12 @@ COORDINATES = tuple(f"<|coord_{k}|>" for k in range(1000))
 CACHED = 1 << 16
 """Maximum number of texts whose token ids are cached."""
 UNSEEN, MISSING = -1, -2
-"""Markers stored in place of a token's size: the id has not been looked up yet, or the tokenizer lacks it."""
+"""Sizes of tokens that have not been looked up, or that do not exist."""
 COORDINATE = {token: k for k, token in enumerate(COORDINATES)}
 
 
 class _TokenBytes(dict[int, bytes | None]):
-    """The bytes of each token id, computed on first access; None for unknown ids."""
+    """The bytes of each token id; None for unknown ids."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -39,26 +39,26 @@ class _TokenBytes(dict[int, bytes | None]):
 
 
 class Vocabulary:
-    """Maps token ids to bytes, and texts to ids that decode to exactly the same text; both mappings are cached."""
+    """Maps token ids to bytes, and texts to ids that decode to exactly the same text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._pieces = _TokenBytes(tokenizer)
-        # The concatenated bytes of all tokens seen so far, and the start and size of each token in them. Index 0 and
-        # the last index stand for ids outside the vocabulary.
+        # The bytes of all tokens seen so far, and the start and size of each token. The first and last entry are for
+        # ids outside the vocabulary.
         self._bytes = np.empty(0, dtype=np.uint8)
         self._start = np.zeros(2, dtype=np.int64)
         self._size = np.full(2, MISSING, dtype=np.int64)
         self._exact: dict[str, list[int]] = {}
         self.stretches: dict[Any, Any] = {}
-        """Cache of encoded stretches of appended text (`EncodedStretch`)."""
+        """A cache of `EncodedStretch`."""
 
     def pieces(self, ids: Sequence[int]) -> list[bytes | None]:
         """Return the bytes of each id; None for unknown ids."""
         return list(map(self._pieces.__getitem__, ids))
 
     def decode(self, ids: Index) -> tuple[bytes, Index]:
-        """Return the bytes of the ids before the first unknown id, and the byte offsets of these ids and of the end."""
+        """Return the bytes of the ids before the first unknown id, and the byte offsets of the ids and of the end."""
         places = ids + 1
         size = self._size.take(places, mode="clip")
         if size.min(initial=0) < 0:
@@ -72,7 +72,7 @@ class Vocabulary:
         return data.tobytes(), to
 
     def _look_up(self, ids: Index) -> None:
-        """Look up the bytes of new ids, and add them to the table."""
+        """Add the bytes of new ids to the table."""
         if (count := self._tokenizer.vocab_size + 2) > len(self._size):
             more = count - len(self._size)
             self._size = np.concatenate([self._size[:-1], np.full(more, UNSEEN), [MISSING]])
@@ -86,19 +86,18 @@ class Vocabulary:
         self._bytes = np.append(self._bytes, np.frombuffer(data, dtype=np.uint8))
 
     def is_control(self, id: int) -> bool:
-        """Return whether an id is a control token, such as a coordinate, which ordinary text never produces."""
+        """Return whether an id is a control token, which ordinary text never contains."""
         piece = self._pieces[id]
         return piece is not None and self._tokenizer.token_id(piece.decode("utf-8", "replace")) == id
 
     def text(self, ids: Sequence[int]) -> bytes:
-        """Return the concatenated bytes of ids, all of which must be known."""
+        """Return the bytes of ids, which must all be known."""
         return b"".join([piece or b"" for piece in self.pieces(ids)])
 
     def exact(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode each text to ids that decode to exactly the same bytes, even if the tokenizer normalizes text.
 
-        Raises `DataError` if the vocabulary cannot represent a text. Results are cached, because answers contain the
-        same texts repeatedly.
+        Raises `DataError` if the vocabulary cannot represent a text. Results are cached.
         """
         if new := [text for text in dict.fromkeys(texts) if text not in self._exact]:
             if len(self._exact) > CACHED:
@@ -108,22 +107,22 @@ class Vocabulary:
         return [self._exact[text] for text in texts]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode texts like `exact` does, but without the cache."""
+        """Like `exact`, without the cache."""
         flat, first = self._tokenizer.encode_batch(texts)
         ids = flat.tolist()
         encoded = [ids[start:stop] for start, stop in pairwise(first.tolist())]
-        # Fast path: check all texts together, because usually all of them are encoded exactly.
+        # Fast path: usually, all texts are encoded exactly.
         raw = [text.encode() for text in texts]
         if self.text(ids) == b"".join(raw) and np.array_equal(self.starts(ids)[first], sizes_to_starts(raw)):
             return encoded
         return [self._made_exact(of_text, text) for of_text, text in zip(encoded, texts, strict=True)]
 
     def starts(self, ids: Sequence[int]) -> Index:
-        """Return the byte offset of each token, followed by the total length in bytes."""
+        """Return the byte offset of each token, and of the end."""
         return sizes_to_starts([piece or b"" for piece in self.pieces(ids)])
 
     def cut(self, kept: bytes) -> list[int] | None:
-        """Return ids that decode to `kept`, the first bytes of a split token; None if there are no such ids."""
+        """Return ids that decode to `kept`, the start of a split token; None if there are no such ids."""
         try:
             return self.exact([kept.decode()])[0]
         except (UnicodeDecodeError, DataError):
@@ -149,7 +148,7 @@ class Vocabulary:
         if spelled == wanted:
             return ids
         if spelled == b" " + wanted:
-            # SentencePiece adds a leading space, which is in the first token, so replace only this token.
+            # SentencePiece adds a space to the first token, so replace only this token.
             first = next(at for at, piece in enumerate(self.pieces(ids)) if piece)
             head = self._segment((self.pieces(ids)[first] or b"")[1:])
             if head is not None:
@@ -159,7 +158,7 @@ class Vocabulary:
         raise DataError(f'{self._tokenizer.name}: cannot encode "{one_line(text)}" exactly; use a lossless tokenizer')
 
     def _segment(self, wanted: bytes) -> list[int] | None:
-        """Return the fewest ids that decode to `wanted`, or None if impossible; on ties, longer tokens come first."""
+        """Return the fewest ids that decode to `wanted`, or None; on a tie, longer tokens come first."""
         ids, longest = self._by_bytes
         best: list[tuple[int, int] | None] = [None] * len(wanted) + [(0, 0)]
         for start in range(len(wanted) - 1, -1, -1):
@@ -180,7 +179,7 @@ class Vocabulary:
 
     @cached_property
     def _by_bytes(self) -> tuple[dict[bytes, int], int]:
-        """Map token bytes to ids, without control tokens; also return the length of the longest token."""
+        """Return the id of each token's bytes, without control tokens, and the length of the longest token."""
         ids: dict[bytes, int] = {}
         for id, piece in enumerate(self.pieces(range(self._tokenizer.vocab_size))):
             if piece and self._tokenizer.token_id(piece.decode("utf-8", "replace")) != id:
@@ -189,7 +188,7 @@ class Vocabulary:
 
 
 def id_array(ids: Sequence[int] | Index) -> Index:
-    """Return ids as an array, with -1 for ids that are too large for any tokenizer."""
+    """Return ids as an array, with -1 for ids that are too large."""
     if isinstance(ids, np.ndarray):
         return ids.astype(np.int64)
     try:
@@ -199,11 +198,11 @@ def id_array(ids: Sequence[int] | Index) -> Index:
 
 
 def sizes_to_starts(pieces: Sequence[bytes]) -> Index:
-    """Return the offset of each piece in the concatenation of all pieces, followed by the total length."""
+    """Return the offset of each piece, and of the end."""
     return offsets(np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)))
 
 
 @lru_cache(maxsize=8)
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    """Return the vocabulary of a tokenizer, which is created only once so that its caches are reused."""
+    """Return the vocabulary of a tokenizer, with its caches."""
     return Vocabulary(tokenizer)

@@ -184,7 +184,7 @@ def test_the_state_of_another_dataset_or_dataloader_is_refused(plain, weighted):
     other = EpisodeDataLoader.Config(dataset_path=str(weighted), load=load).build(**SHORT)
     with pytest.raises(UsageError, match="the loader state does not match: the dataset was"):
         other.load_state_dict(loader.state_dict())
-    with pytest.raises(UsageError, match="the checkpoint has the state of another dataloader"):
+    with pytest.raises(UsageError, match="the checkpoint is from a run with another dataloader"):
         other.load_state_dict({"dp_rank_0": b"", "world_size": 1})
     other.load_state_dict({})
 

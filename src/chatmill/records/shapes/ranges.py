@@ -40,7 +40,7 @@ def read_ranges(turn: KeyReader, role: Role, content: Any, weight: float | None)
     for index, (start, stop, _) in enumerate(ranges):
         where = f"{owner} has {key} of characters {start} to {stop - 1}"
         if index and start < ranges[index - 1][1]:
-            raise RecordError(f"{where}, which overlap another range", "expected ranges that do not overlap", kind="ranges")
+            raise RecordError(f"{where}, which overlap others", "expected ranges that do not overlap", kind="ranges")
         if stop > len(content):
             raise RecordError(where, f"the content has {len(content)} characters, counted from 0", kind="ranges")
     if key == "train_ranges":
