@@ -82,7 +82,7 @@ def test_a_transient_fault_is_retried():
         (lambda request: (200, {"choices": [{"token_ids": ["1"]}]}), "no token ids"),
         (
             lambda request: (200, {"choices": [{"token_ids": [1], "prompt_token_ids": [8]}]}),
-            "returned another prompt than it received",
+            "returned a different prompt than it received",
         ),
     ],
 )

@@ -8,7 +8,7 @@
             optimizer.zero_grad()
 
 Each rank reads its own rows, so do not pass the loader to `accelerator.prepare`. `accelerator.save_state()` saves the
-position in the data. `load_state()` restores this position, also on another number of ranks.
+position in the data. `load_state()` restores this position, even on a different number of ranks.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class AcceleratorBatches:
         self._parts, self._audit_state, self._closed = [], state["audit"], False
 
     def close(self) -> None:
-        """Close the audit log and stop the prefetching thread; the last step does this automatically."""
+        """Close the audit log and stop the prefetching thread; the loop calls `close` after the last step."""
         if self._audit is not None:
             self._audit_state = self._audit.checkpoint()
             self._audit.close()
@@ -198,7 +198,6 @@ class AcceleratorBatches:
         return self._audit
 
     def _sum(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the sum of an array over all ranks, modulo 2^64."""
         total = torch.from_numpy(values.copy()).to(self._accelerator.device)
         dist.all_reduce(total)
         return total.cpu().numpy()

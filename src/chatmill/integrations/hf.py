@@ -56,7 +56,7 @@ UNCHANGED = {
 def training_arguments(rows: TrainRows) -> dict[str, Any]:
     """Return arguments for `TrainingArguments` with which a trainer reads the rows once, in order.
 
-    Call this in every rank, because the batch size per device depends on the number of ranks.
+    Call this on every rank, because the batch size per device depends on the number of ranks.
     """
     return {
         "per_device_train_batch_size": rows.rows_per_batch,

@@ -44,7 +44,7 @@ class EpisodeDataLoaderConfig(BaseDataLoader.Config):
     epochs: int | None = None
     """Number of epochs; None repeats the data indefinitely."""
     infinite: bool = True
-    """False reads every row of the split once, in stored order, as torchtitan's validator does."""
+    """If false, every row of the split is read once, in stored order, as for validation."""
     audit_dir: str | None = None
     """Folder for the audit log; None disables the audit log."""
     audit_steps: int = 100

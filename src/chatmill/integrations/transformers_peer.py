@@ -120,7 +120,7 @@ def set_clock(moment: datetime) -> None:
 
 
 def opened_tokenizer(tokenizer: Path, special: dict[str, Any]) -> tuple[Any, str | None]:
-    """Return the tokenizer and the version of transformers, or None twice if loading fails."""
+    """Return the tokenizer and the version of transformers; (None, None) if loading fails."""
     try:
         import transformers
 

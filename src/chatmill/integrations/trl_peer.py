@@ -124,7 +124,7 @@ class TRLPeer:
             self._channel = None
             self._kills += 1
             if self._kills >= MAX_KILLS:
-                raise self._broken(f"{reason}, as for earlier records") from None
+                raise self._broken(f"{reason}, as with earlier records") from None
             raise EndedError(reason) from None
 
     def _broken(self, what: str) -> DataError:

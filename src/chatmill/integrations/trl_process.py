@@ -18,7 +18,7 @@ from chatmill.integrations.transformers_peer import ENVIRONMENT, opened_tokenize
 NO_LIMIT = 0
 """The value of `max_length` that disables truncation."""
 NOT_OF_TRL = (ImportError, OSError)
-"""Errors that the limits of the process cause, not TRL."""
+"""Errors caused by the limits of the process, not by TRL."""
 SMALL = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
 REFUSING = "{{ raise_exception('x') }}"
 WARM_UP = "{% for m in messages %}{{ m.content }}{% generation %}{{ m.role | tojson }}{% endgeneration %}{% endfor %}"
@@ -58,7 +58,7 @@ class PreparedRecord(msgspec.Struct, frozen=True):
     default: PreparedRow | str | None = None
     """The row with TRL's default loss; None if it equals `chosen`."""
     fault: str = ""
-    """An error that the limits of the process cause, not the record."""
+    """An error caused by the limits of the process, not by the record."""
 
 
 def main() -> None:
@@ -165,7 +165,7 @@ class _Preparation:
             cut = self._rows(example, self._cut[masked], template) if limit and len(ids) > limit else [whole]
             kept = len(cut[0]["input_ids"]) if cut else 0
             if cut and (cut[0]["input_ids"] != ids[:kept] or cut[0]["labels"] != labels[:kept]):
-                raise ValueError("max_length does not keep the first tokens")
+                raise ValueError("truncation to max_length does not keep the first tokens")
             return PreparedRow([int(id) for id in ids], bytes(label != -100 for label in labels), kept)
         except NOT_OF_TRL:
             raise

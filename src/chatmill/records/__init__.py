@@ -1,4 +1,4 @@
-"""Read conversations from files of any supported shape into `Record`.
+"""Read conversations of any supported shape from files into `Record` objects.
 
 Record, Message, ToolCall    a conversation; also built from OpenAI and Hugging Face dicts
 read_records                 all records of files, globs, folders and URLs, in order

@@ -93,7 +93,7 @@ def _maker(compression: str, name: str) -> Callable[[], Any]:
 
 
 class _Gunzip(gzip.GzipFile):
-    """A raw file of decompressed bytes, with a `RecordError` for corrupt data."""
+    """A raw file of decompressed bytes. Corrupt data raises a `RecordError`."""
 
     begins = False
     """Whether the file starts with the gzip magic bytes."""

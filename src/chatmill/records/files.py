@@ -66,7 +66,7 @@ def identity(path: Place) -> Path | Url:
 
 
 def suffix(path: Place) -> str:
-    """Return the known suffix of a file, including compression; raise `DataError` if there is none."""
+    """Return the suffix of a file, such as `.jsonl.gz`; raise `DataError` if it is unknown."""
     for known in reversed(SUFFIXES):
         if path.name.lower().endswith(known):
             return known
@@ -104,7 +104,7 @@ def open_bytes(
 ) -> Iterator[io.BufferedReader]:
     """Open a file at `start`, after a byte order mark, and decompress it according to its suffix.
 
-    `log` records the raw bytes that are read. Bytes at or after `stop` may not be read.
+    `log` records the raw bytes that are read. The caller reads only bytes before `stop`.
     """
     try:
         raw = open_raw(path, log, stop=stop)
@@ -194,7 +194,7 @@ def _walk(folder: Path) -> list[Path]:
     """List all files below a folder; follow links, and skip hidden files."""
     files, seen = [], set()
     for above, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
-        # A link to a parent folder would never end.
+        # Following a link to a parent folder would never end.
         if (real := Path(above).resolve()) in seen:
             folders.clear()
             continue

@@ -19,7 +19,7 @@ _CHUNK = 1 << 20
 
 
 def open_raw(path: Place, log: ReadLog | None = None, *, stop: int | None = None) -> io.RawIOBase:
-    """Open a file without decompressing it; `log` records the bytes read. Bytes at or after `stop` may not be read."""
+    """Open a file without decompressing it; `log` records the bytes read. The caller reads only bytes before `stop`."""
     if isinstance(path, Url):
         return RemoteFile(path, log, stop=stop)
     return io.FileIO(path) if log is None else LoggedFile(path, log)

@@ -23,7 +23,7 @@ _LONGEST = max(map(len, _MARKS))
 
 
 class TranscriptLayout(IntFlag):
-    """What was found in a file."""
+    """Findings about a transcript file."""
 
     MARKERS = 1
     TEXT = 2
@@ -36,7 +36,7 @@ class TranscriptLayout(IntFlag):
     SECOND_SYSTEM = 32
     """A conversation of the stream has a system span after other spans, as if a new record started."""
     LINE_ANSWERS = 64
-    """A line has an answer after a user span, so that the loss mask of a line is not empty."""
+    """A line has an answer after a user span, so the loss mask of a line is not empty."""
     STREAM_ANSWERS = 128
 
     @property

@@ -199,7 +199,7 @@ def elements(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog | Non
 
 
 def _elements(file: BinaryIO, line: int, *, limit: int, chunk: int) -> Units:
-    """Yield the line and the text of each element of an array; the file is read from after the `[`.
+    """Yield the line and the text of each element of an array; the file position is after the `[`.
 
     {"a": 1}, {"b": [2, 3]} ]  ->  {"a": 1}  ·  {"b": [2, 3]}
     """

@@ -78,7 +78,7 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
 
 
 def _first_selected(messages: Sequence[Message], train_on: TrainOn) -> int:
-    """Return the index from which on `train_on` selects all answers."""
+    """Return the index i such that `train_on` selects the answers at or after i."""
     if train_on == "assistant":
         return 0
     last = "assistant" if train_on == "last" else "user"

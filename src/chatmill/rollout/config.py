@@ -67,7 +67,7 @@ class GenerationConfig(Config):
     )
     server_key_env: str | None = key(None, "name of the environment variable that contains the server's API key")
     replay: str | None = key(
-        None, "rollouts.jsonl of an earlier run, whose answers are used instead of generating new ones"
+        None, "rollouts.jsonl of an earlier run; its answers are used, and no new ones are generated"
     )
 
 

@@ -38,7 +38,7 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class CompletionServer(Server):
-    """A generator that exchanges token ids with a server, for example vLLM, which supports `return_token_ids`.
+    """A generator that exchanges token ids with a server that supports `return_token_ids`, such as vLLM.
 
     Up to `concurrency` requests are sent concurrently. Requests are retried after temporary failures.
     """
@@ -59,7 +59,7 @@ class CompletionServer(Server):
 
     def _ids(self, answer: ServerAnswer, prompt: list[int]) -> list[int]:
         if answer.prompt_token_ids not in (None, prompt):
-            raise self.fault("the server returned another prompt than it received", "check the server's tokenizer")
+            raise self.fault("the server returned a different prompt than it received", "check the server's tokenizer")
         if answer.token_ids is None:
             right = "expected choices[0].token_ids, which vLLM returns with return_token_ids"
             raise self.fault("the server returned no token ids", f"{right}; {self.advice}")
@@ -71,14 +71,14 @@ class TextServer(Server):
     """A generator that receives text from an OpenAI-compatible server and encodes it with the task's tokenizer.
 
     With `api` "completions", the prompt is sent as text. With "chat", the messages are sent, and the server renders
-    them. The server must report the same number of prompt tokens as in training, if it reports the number at all. The
-    encoded tokens may differ from the tokens that the model generated.
+    them. If the server reports the number of prompt tokens, it must be the same as in training. The encoded tokens may
+    differ from the tokens that the model generated.
     """
 
     task: Task
     api: Literal["completions", "chat"]
     counts: Counter[str] = field(default_factory=Counter)
-    """`as_text` counts all answers, and `retokenized` answers with another token count than on the server."""
+    """`as_text` counts answers; `retokenized` counts answers whose token count differs from the server's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -248,7 +248,7 @@ class _RolloutRun:
         return [rows.take(np.flatnonzero(fits & (step_of == step))) for step in range(steps)]
 
     def _answers(self, generator: Generator, prompts: list[list[int]], records: list[Record]) -> list[list[int]]:
-        """Return an answer to each prompt. Each rank generates whole batches, so answers do not depend on the ranks."""
+        """Return an answer to each prompt. Each rank generates whole batches, so the number of ranks has no effect."""
         size = self.config.generation_size
         starts = range(0, len(prompts), size)
 
@@ -353,7 +353,7 @@ class _RolloutRun:
 def _padded_length(rows: Rows, device: torch.device) -> int | None:
     """Return the length to which a batch is padded, or None for the length of its longest row.
 
-    On a GPU, the length is a power of two, because FlexAttention is compiled for each length.
+    On a GPU, inputs are padded to a power of two, because FlexAttention is compiled for each length.
     """
     if device.type != "cuda":
         return None

@@ -210,7 +210,7 @@ def _boxes(data: bytes, at: int) -> list[Box]:
 
 
 def _entry(data: bytes, start: int) -> tuple[ParsedEntry | None, Ended | None]:
-    """Return the entry at an offset, or None, and how the scan ended, or None if it continues."""
+    """Return the entry at an offset, if any, and how the scan ended; None if it continues."""
     key, value = "", start
     try:
         key, value = _key(data, start)

@@ -145,7 +145,7 @@ def check_server_url(url: str) -> None:
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         what = "the run would store the user name, password or query in the server URL"
         raise UsageError(
-            f"{what}; remove them, and set server_key_env to the environment variable with the API key"
+            f"{what}; remove them, and set server_key_env to the name of the environment variable with the API key"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f'"{one_line(url)}" is not a server URL; expected http://… or https://…')

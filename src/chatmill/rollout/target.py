@@ -320,7 +320,7 @@ def _slots(
 ) -> tuple[Index, Index]:
     """Return the positions of slots in the kept tokens, and the target id of each slot.
 
-    A slot is a coordinate of a matched object whose true value is known.
+    A slot is a coordinate of a matched object; its target is the true coordinate.
     """
     starts: list[int] = []
     predicted: list[int] = []
@@ -343,7 +343,7 @@ def _slots(
 
 
 def _aligned(thing: Object, true: Object) -> list[int] | None:
-    """Return the true coordinates in the order of the prediction; None for another type or number of points.
+    """Return the true coordinates in the order of the prediction; None if type or number of points differ.
 
     A polygon can start at any corner and run in either direction.
     """

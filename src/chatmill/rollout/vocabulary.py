@@ -140,7 +140,6 @@ class Vocabulary:
 
     @cached_property
     def coordinate_array(self) -> Index:
-        """The coordinate ids as an array."""
         return np.array(self.coordinate_ids, dtype=np.int64)
 
     def _made_exact(self, ids: list[int], text: str) -> list[int]:

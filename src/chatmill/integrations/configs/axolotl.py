@@ -227,7 +227,7 @@ def _take_training(translation: Translation, keys: TheirKeys) -> None:
 
 
 def _steps_of_batch_size(translation: Translation, keys: TheirKeys) -> int:
-    """Return the number of accumulation steps that `batch_size` implies, or 1."""
+    """Return the number of accumulation steps that `batch_size` implies; 1 if `batch_size` has no effect."""
     rows, micro = keys.integer("batch_size", least=1, most=2**24), keys.peek("micro_batch_size")
     if rows is None:
         return 1
@@ -270,7 +270,7 @@ def _take_output(translation: Translation, keys: TheirKeys) -> None:
                 note="chatmill also uses the val loss to select the best checkpoint",
             )
         else:
-            note = "chatmill selects the best checkpoint by the lowest val loss"
+            note = "chatmill selects the checkpoint with the lowest val loss"
             translation.none(keys.path("metric_for_best_model"), metric, note)
     trackers: list[str] = []
     uses = {}

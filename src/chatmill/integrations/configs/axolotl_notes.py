@@ -67,7 +67,7 @@ _GROUPS: dict[str, str] = {
     "lora_model_dir": "chatmill trains new adapters; merge existing adapters into the model first",
     "lora_target_parameters lora_rank_pattern lora_alpha_pattern peft_layers_to_transform "
     "peft_layers_pattern peft_layer_replication peft_trainable_token_indices peft_ensure_weight_tying": (
-        "all adapters have the same rank and alpha; the loss will differ"
+        "all target layers have adapters with the same rank and alpha; the loss will differ"
     ),
     "lora_fan_in_fan_out": "peft detects this automatically; the result is the same",
     "peft_use_dora peft_init_lora_weights peft": (
@@ -112,7 +112,7 @@ _GROUPS: dict[str, str] = {
     "bench_dataset bench_split generate_samples num_generation_samples generation_max_new_tokens "
     "generation_temperature generation_top_p generation_top_k generation_prompt_ratio "
     "generation_do_sample": "chatmill computes only the loss, and generates eval_samples answers",
-    "greater_is_better": "chatmill selects the best checkpoint by the lowest val loss",
+    "greater_is_better": "chatmill selects the checkpoint with the lowest val loss",
     "save_only_model": "checkpoints also contain the optimizer state, so that a run can resume",
     "save_first_step": "chatmill saves the first checkpoint after save_interval steps",
     "wandb_entity wandb_run_id wandb_watch wandb_log_model wandb_mode wandb_name mlflow_tracking_uri "

@@ -38,7 +38,7 @@ _GROUPS: dict[str, str] = {
     "neftune_noise_alpha": "chatmill does not add noise to embeddings; the loss will differ",
     "auto_find_batch_size": "chatmill does not adjust the batch size; --estimate shows whether the run fits in memory",
     "eval_delay eval_on_start": "chatmill evaluates every eval_interval steps and at the end",
-    "greater_is_better": "chatmill selects the best checkpoint by the lowest val loss",
+    "greater_is_better": "chatmill selects the checkpoint with the lowest val loss",
     "save_only_model": "checkpoints also contain the optimizer state, so that a run can resume",
     "do_predict": "each evaluation generates eval_samples answers; use `chatmill chat` to generate more",
     "overwrite_output_dir": "chatmill does not overwrite a run; give each run a new --model_name",
@@ -81,6 +81,6 @@ def take_training_arguments(translation: Translation, keys: TheirKeys, names: Ru
                 note="chatmill also uses the val loss to select the best checkpoint",
             )
         else:
-            note = "chatmill selects the best checkpoint by the lowest val loss"
+            note = "chatmill selects the checkpoint with the lowest val loss"
             translation.none(keys.path("metric_for_best_model"), metric, note)
     return evaluates

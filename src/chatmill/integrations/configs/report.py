@@ -262,7 +262,7 @@ class Translation:
         self.assumptions.append(Assumption(ours, note))
 
     def close(self, keys: TheirKeys, notes: Mapping[str, str], *, off: Mapping[str, Any] | None = None) -> None:
-        """Report the keys that were not read: with their note, or as unknown without a note."""
+        """Report the keys that were not read; keys without a note are unknown."""
         for name in keys.left:
             if name not in notes:
                 value = keys.peek(name)
@@ -276,7 +276,7 @@ class Translation:
                     self.none(keys.path(name), value, notes[name])
 
     def settle(self) -> None:
-        """Complete the report: add every key that is not in it."""
+        """Add all keys that are not in the report yet."""
         reported = {part for each in self.results for part in _paths(each.key)}
         # Nested tables come first, because a report on a nested key also covers its parents.
         for table in reversed(self.tables):

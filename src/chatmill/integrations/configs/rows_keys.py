@@ -9,7 +9,7 @@ from typing import Any
 from chatmill.integrations.configs.report import TheirKeys, Translation
 
 VAL_SHARE = 0.01
-"""The validation fraction, if a config sets a number of rows instead."""
+"""The validation fraction to use if a config sets a number of rows."""
 CUT_AT_THE_END = (
     "the trainer truncates the end of longer rows; chatmill removes whole exchanges from the start, "
     "and drops rows that still do not fit"

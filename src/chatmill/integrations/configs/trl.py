@@ -155,7 +155,7 @@ def _take_data(translation: Translation, keys: TheirKeys, *, evaluates: bool) ->
 
 
 def _take_mask(translation: Translation, keys: TheirKeys, shapes: set[str], *, is_text: bool) -> None:
-    """Set the loss mask. By default, TRL trains on whole conversations, but only on completions after prompts."""
+    """Set the loss mask. By default, TRL masks only the prompts of prompt-completion data."""
     assistant, completion = keys.switch("assistant_only_loss"), keys.switch("completion_only_loss")
     pairs = shapes == {"prompt-completion"}
     masks = bool(assistant) or (pairs and completion is not False)

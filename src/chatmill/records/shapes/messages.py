@@ -94,8 +94,8 @@ def decode_lines(block: bytes) -> list[ParsedRecord] | None:
 def _object_lines(block: bytes) -> int:
     """Return the number of lines if each starts with { and ends with }, else 0.
 
-    JSON never has a line end between } and { inside a value, so if there are as many values as lines, each line is one
-    value.
+    Inside a JSON value, a line end never stands between } and {. So if there are as many values as lines, each line is
+    one value.
     """
     raw = np.frombuffer(block, dtype=np.uint8)
     ends = np.flatnonzero(raw == ord("\n"))
@@ -111,7 +111,6 @@ def _conversation(record: _CommonRecord | _PrimerRecord) -> ParsedRecord:
 
 
 def parse(record: Object) -> ParsedRecord:
-    """Parse one record."""
     return fields.read_record(record, _messages)
 
 

@@ -55,9 +55,9 @@ def text(record: Object, templates: TextTemplates | None = None) -> ParsedRecord
 
 
 def prompt_completion(record: Object) -> ParsedRecord:
-    """Parse `system`, `prompt` and `completion`, which are strings or lists of messages.
+    """Parse `system`, `prompt` and `completion`; a prompt or completion is a string or a list of messages.
 
-    The loss mask excludes the prompt.
+    By default, the loss mask excludes the prompt.
     """
 
     def read(record: KeyReader) -> list[Message]:
