@@ -109,7 +109,7 @@ def _stretches(
             f"cannot append to a prefix that ends in {shown}; expected a prefix that ends in {{, a comma or }}"
         )
     if last == "," and not objects:
-        raise DataError("there is no object to append after the comma of the prefix; end the prefix before the comma")
+        raise DataError("no object follows the comma of the prefix; end the prefix before the comma")
     stretches: list[Stretch] = []
     coordinates: list[int] = []
     before = ", " if last == "}" else ""

@@ -163,8 +163,9 @@ def _take_mask(translation: Translation, keys: TheirKeys, shapes: set[str], *, i
         if value is not None:
             translation.take(keys.path(name), value, train={"use_loss_mask": masks})
     if assistant is None and completion is None and not is_text:
-        whole = "TRL trains on every token unless assistant_only_loss is set"
-        note = "TRL trains only on completions" if pairs else whole
+        note = (
+            "TRL trains only on completions" if pairs else "TRL trains on every token unless assistant_only_loss is set"
+        )
         unsure = "" if shapes else "; set use_loss_mask to true if records have prompt and completion"
         translation.assume(note + unsure, train={"use_loss_mask": masks})
 
