@@ -312,7 +312,7 @@ def test_an_endless_reply_is_not_kept_in_memory(monkeypatch):
 
 def test_special_coordinate_tokens_are_refused_because_servers_omit_them_from_text(tmp_path):
     special = open_task(str(write_folder(tmp_path / "model", "chatml")), None)
-    with pytest.raises(UsageError, match=r'marks <\|coord_0\|> as special.*"special": false.*server_api "tokens"'):
+    with pytest.raises(UsageError, match=r'<\|coord_0\|> is a special token.*"special": false.*server_api "tokens"'):
         text_server("http://x/v1", task=special)
     plain = open_task(str(tmp_path / "model"), None, fields=("name",))
     assert text_server("http://x/v1", task=plain).api == "completions"

@@ -133,7 +133,6 @@ class AcceleratorBatches:
         return self.loader.cursor().step - bool(self._parts)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield the remaining micro-batches of the run."""
         if self._closed:
             raise UsageError(
                 f"the run ended after {self.step} of {self.steps} steps; loop only once, and pass train_loader the "

@@ -257,7 +257,6 @@ class EpisodeDataModule(LightningDataModule):
         self.loader.listen(self._trained)
 
     def _audit_checkpoint(self, trained: TrainedSteps) -> Mapping[str, Any]:
-        """Return the state of the audit log on rank 0."""
         trained.report(self.trained_batches // self.accumulation)
         return self.trainer.strategy.broadcast(trained.audit.checkpoint())
 

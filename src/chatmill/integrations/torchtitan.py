@@ -199,7 +199,6 @@ def _batches_of_a_step(load: LoadConfig, dp_world_size: int, seq_len: int, local
 
 
 def _check_weights(source: DataSource, split: str) -> None:
-    """Reject weights other than 0 and 1 in a local dataset."""
     if split not in source or not isinstance(source.path, Path):
         return
     _refuse_fractions(source.weights(split), f"{source.path}: ")

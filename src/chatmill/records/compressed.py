@@ -80,7 +80,6 @@ def decompressed(raw: io.RawIOBase, compression: str, name: str) -> io.BufferedR
 
 
 def _maker(compression: str, name: str) -> Callable[[], Any]:
-    """Return a factory for the decompressor of one stream."""
     if compression == ".bz2":
         return bz2.BZ2Decompressor
     if compression == ".xz":

@@ -304,7 +304,6 @@ def _columns(parse: ShapeParser, before: int, block: bytes) -> Iterator[tuple[in
 
 
 def _is_of_lines(part: FilePart) -> bool:
-    """Whether every record is one line of text."""
     ending = files.kind(part.path)
     return ending in (".jsonl", ".txt") and not part.is_array and part.shape not in ("oasst1", "transcript-stream")
 

@@ -157,7 +157,6 @@ def _parquet(file: Any) -> Any:
 
 
 def _group_starts(metadata: Any) -> list[int]:
-    """Return the offset of each row group."""
     starts = []
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)

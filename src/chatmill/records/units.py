@@ -109,7 +109,6 @@ def _cut_object(url: Url, *, size: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _line_end(url: Url, at: int, end: int) -> int:
-    """Return the end of the line that contains byte `at`."""
     while at < end and (data := objects.read(url, at, min(end, at + LINE_END_BYTES))):
         if stop := data.find(b"\n") + 1:
             return at + stop

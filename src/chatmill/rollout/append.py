@@ -101,7 +101,6 @@ def encode_answer(objects: Sequence[Object], schema: Schema, vocabulary: Vocabul
 def _stretches(
     objects: Sequence[Object], start_index: int, prefix_text: str, schema: Schema
 ) -> tuple[list[Stretch], list[int]]:
-    """Return the stretches to append, and all their coordinates."""
     last = prefix_text.rstrip(SPACE)[-1:]
     if last not in ("{", ",", "}"):
         shown = f'"{one_line(prefix_text[-20:])}"'
@@ -156,7 +155,6 @@ def _encode(stretches: Sequence[Stretch], coordinates: Sequence[int], vocabulary
 
 
 def _encode_new(stretches: Sequence[Stretch], vocabulary: Vocabulary) -> None:
-    """Encode the stretches that are not in the cache yet."""
     known: dict[Stretch, EncodedStretch] = vocabulary.stretches
     if len(known) > CACHED:
         known.clear()
@@ -182,7 +180,6 @@ def _text(run: Run) -> str:
 
 
 def _parts(run: Run, ids: Sequence[int], vocabulary: Vocabulary) -> bytes:
-    """Return the `Part` of each token in a run."""
     if not ids:
         return b""
     ranks = np.repeat(RANK[[piece.part for piece in run]], [len(piece.text.encode()) for piece in run])

@@ -115,7 +115,6 @@ def _write(
     reads: Sequence[Path],
     overwrite: bool,
 ) -> Metadata:
-    """Write all rows as the `train` split, and publish the dataset."""
     tokenizer, special = task.tokenizer, task.tokenizer.special_token_ids()
     with building(output, "rollout", overwrite=overwrite, reads=reads) as staging:
         shard_tokens = config["shard_tokens"]

@@ -225,7 +225,6 @@ def generator_of(config: RolloutConfig, model: CausalModel, task: Task) -> Gener
 
 
 def _bearer(variable: str) -> str:
-    """Return the Authorization header, with the API key from an environment variable."""
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable():
         state = "is empty" if variable in os.environ else "is not set"

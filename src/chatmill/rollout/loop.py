@@ -161,7 +161,6 @@ class _RolloutRun:
             )
 
     def resume(self, resume: str | None) -> None:
-        """Load the checkpoint that `resume` selects, if one exists."""
         checkpoint = open_resumed(self.folder, resume, self.world, otherwise="another folder", logs=(ROLLOUTS,))
         if checkpoint is None:
             return

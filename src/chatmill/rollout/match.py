@@ -99,7 +99,6 @@ def _near_overlaps(
 
 
 def _bounds(things: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[int]]:
-    """Return the bounding boxes, and the indices of the polygons."""
     boxes: list[Any] = [thing.get("bbox_2d") for thing in things]
     polygons = [number for number, box in enumerate(boxes) if box is None] if None in boxes else []
     for number in polygons:
@@ -178,7 +177,6 @@ def _matching(pairs: Sequence[tuple[int, int]], predicted: int, true: int, *, ga
 
 
 def _assign(mine: Index, true: Index, steps: Steps) -> list[tuple[int, int]]:
-    """Return the pairs of the best assignment, sorted."""
     alone = (np.bincount(mine)[mine] == 1) & (np.bincount(true)[true] == 1)
     pairs = list(zip(mine[alone].tolist(), true[alone].tolist(), strict=True))
     if alone.all():

@@ -163,8 +163,6 @@ def _space(data: bytes, at: int) -> int:
 
 
 class _EndError(Exception):
-    """Ends the scan."""
-
     def __init__(self, ended: Ended) -> None:
         self.ended = ended
 
@@ -230,7 +228,6 @@ def _at_end(data: bytes, at: int) -> Ended:
 
 
 def _key(data: bytes, at: int) -> tuple[str, int]:
-    """Return a key and the offset of its value."""
     match = _LEXEME.match(data, at)
     if match is None or match[1] is None:
         raise _EndError(_at_end(data, at))

@@ -72,7 +72,6 @@ class Vocabulary:
         return data.tobytes(), to
 
     def _look_up(self, ids: Index) -> None:
-        """Add the bytes of new ids to the table."""
         if (count := self._tokenizer.vocab_size + 2) > len(self._size):
             more = count - len(self._size)
             self._size = np.concatenate([self._size[:-1], np.full(more, UNSEEN), [MISSING]])

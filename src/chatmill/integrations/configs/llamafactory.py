@@ -169,7 +169,6 @@ def _take_adapters(translation: Translation, keys: TheirKeys) -> None:
 
 
 def _take_training(translation: Translation, keys: TheirKeys) -> bool:
-    """Read the training keys; return whether the run evaluates."""
     disabled = keys.switch("disable_gradient_checkpointing")
     checkpoints = {"activation_checkpointing": not disabled}
     if disabled is not None:
@@ -208,7 +207,6 @@ def _take_training(translation: Translation, keys: TheirKeys) -> bool:
 def _take_data(
     translation: Translation, keys: TheirKeys, info: Place | None, run: Place, *, evaluates: bool
 ) -> list[str]:
-    """Read the datasets of a run and the keys for their rows; return the names of the datasets."""
     folder = keys.text("dataset_dir")
     names, others = keys.texts("dataset", separator=","), keys.texts("eval_dataset", separator=",")
     if not names:

@@ -143,7 +143,6 @@ def _take_messages(
     tags: Mapping[str, Any] | None,
     renamed: dict[str, Any],
 ) -> str:
-    """Read columns and tags; return the shape of the records."""
     table = TheirKeys(columns or {}, translation, keys.path("columns."))
     messages = table.text("messages")
     # If an entry has `tags`, LLaMA-Factory uses default values only for `role_tag` and `content_tag`.

@@ -256,7 +256,6 @@ def _shape_of(columns: list[str]) -> str | None:
 def _take_named(
     translation: Translation, keys: TheirKeys, name: str, given: dict[str, Any], *, evaluates: bool
 ) -> None:
-    """Convert the training split of `dataset_name`, and the test split if the run evaluates."""
     config, split, test = given["dataset_config"], given["dataset_train_split"], given["dataset_test_split"]
     number = _add_source(translation, keys.path("dataset_name"), name, config, split, None)
     if config is not None:

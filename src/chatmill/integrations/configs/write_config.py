@@ -156,7 +156,6 @@ def _texts(imported: ImportedConfig, target: Path) -> dict[str, str]:
 
 
 def _recipe_text(imported: ImportedConfig, recipe: dict[str, Any]) -> str:
-    """Return the recipe as YAML, with the origin of each value as a comment."""
     lines = [
         f"# Converted from the {imported.trainer} config {one_line(imported.place)} by `chatmill import`.",
         f"# See {KEYS} for a report on each key.",

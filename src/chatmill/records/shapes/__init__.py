@@ -149,7 +149,6 @@ class ShapeParser:
     decode_lines: DecodeLines | None
 
     def __call__(self, line: int, data: bytes) -> list[Record | RecordError]:
-        """Return the records in `data`, which starts on `line`."""
         try:
             if len(data) > self.limit:
                 what = f"the record is longer than {self.limit} bytes"

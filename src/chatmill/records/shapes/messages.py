@@ -186,7 +186,6 @@ def read_message(turn: KeyReader) -> Message:
 
 
 def _content(turn: KeyReader, role: Role, calls: tuple[ToolCall, ...], weight: float | None) -> _Parts:
-    """Return the text, reasoning and tool calls of a message."""
     reasoning = fields.reasoning(turn, role)
     has_content, content = "content" in turn, turn.take("content")
     if type(content) is str or (content is None and (calls or reasoning)):

@@ -144,7 +144,6 @@ def _fields(owner: str, message: Object) -> KeyReader:
 
 
 def _undeleted(owner: str, messages: list[Any]) -> list[Object]:
-    """Return the messages that are not deleted; reject invalid fields."""
     for message in messages:
         if type(message) is not dict:
             raise RecordError(f"{owner} is {named(message)}", "expected a message object", kind="type")
