@@ -181,7 +181,5 @@ def test_a_truth_with_a_password_or_signature_is_refused_since_runs_store_it(run
     Path("signed.json").write_text(json.dumps(config))
     code, out, err = run("rollout", "train", "signed.json", "-o", "run")
     assert (code, out) == (2, "")
-    assert err.startswith(
-        "chatmill: https://host/truth.jsonl: the run would store the password or query of the URL; "
-    )
+    assert err.startswith("chatmill: https://host/truth.jsonl: the run would store the password or query of the URL; ")
     assert "secret" not in err

@@ -147,9 +147,7 @@ def test_an_error_about_a_role_names_columns_only_where_they_can_be_used():
 
 
 def test_columns_apply_only_to_shapes_with_configurable_keys():
-    with pytest.raises(
-        UsageError, match="--columns cannot be used with the shape primer, whose names are fixed"
-    ):
+    with pytest.raises(UsageError, match="--columns cannot be used with the shape primer, whose names are fixed"):
         read({}, "primer", columns="role=from")
 
 

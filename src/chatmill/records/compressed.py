@@ -199,9 +199,7 @@ def _cut_off(compression: str) -> NoReturn:
 
 def _has_more(compression: str) -> NoReturn:
     what = f"other data follows the end of the {NAMES[compression]} data"
-    raise RecordError(
-        what, "remove this data, or copy the file again", kind=NAMES[compression]
-    )
+    raise RecordError(what, "remove this data, or copy the file again", kind=NAMES[compression])
 
 
 def _corrupt(compression: str) -> NoReturn:

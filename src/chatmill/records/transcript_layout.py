@@ -88,6 +88,7 @@ class _Readings(NamedTuple):
     """Whether the line has no text so far."""
     is_json: bool = False
 
+
 @lru_cache(maxsize=1 << 14)
 def _read(state: _Readings, letters: str) -> tuple[_Readings, int]:
     """Parse all or part of a line with both parsers; return the new states and `TranscriptLayout` flags."""

@@ -144,9 +144,7 @@ class _RolloutRun:
         )
         truth = place(config.truth or "")
         if isinstance(truth, Url) and str(truth) != truth.address:
-            raise UsageError(
-                f"{shown(truth)}: the run would store the password or query of the URL; remove it"
-            )
+            raise UsageError(f"{shown(truth)}: the run would store the password or query of the URL; remove it")
         self.truths = list(read_truth(config.truth or ""))
         with open_raw(expand([truth])[0]) as file:
             self.truth_sha256 = hashlib.file_digest(file, "sha256").hexdigest()

@@ -270,9 +270,7 @@ def _take_named(
         if test is not None:
             translation.take(keys.path("dataset_test_split"), test, other={"only_val": True, "inputs": inputs})
         else:
-            translation.assume(
-                f"TRL evaluates on the test split, so the source {source['name']} is for validation"
-            )
+            translation.assume(f"TRL evaluates on the test split, so the source {source['name']} is for validation")
     elif test is not None:
         note = (
             "the run does not evaluate" if not evaluates else "add a source with only_val and the files of this split"

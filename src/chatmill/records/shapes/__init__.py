@@ -107,9 +107,7 @@ def _reader(shape: str, options: ShapeOptions) -> Shape:
         raise UsageError(f"--response-template is only for records of shape text, not {shape}; remove it")
     if shape in _OTHERS or shape == "primer":
         if columns is not None:
-            raise UsageError(
-                f"--columns cannot be used with the shape {shape}, whose names are fixed; remove it"
-            )
+            raise UsageError(f"--columns cannot be used with the shape {shape}, whose names are fixed; remove it")
         if shape in _OTHERS:
             return _OTHERS[shape]
     parse, decode_common = _OBJECTS[shape], _DECODERS.get(shape)
