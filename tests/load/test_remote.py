@@ -205,7 +205,7 @@ def test_a_missing_or_changed_object_is_one_error_line_and_the_run_can_resume(lo
     with pytest.raises(DataError) as error:
         loader.get_batch()
     assert str(error.value).startswith(f"{place}: ")
-    assert ("no such object" if fault == "vanished" else f"; expected {info.sha256[:12]}…") in str(error.value)
+    assert ("no such object" if fault == "vanished" else f"the dataset records {info.sha256[:12]}…") in str(error.value)
     copied(local / "one", url)
     for mine in batches(f"{local}/one", BASE):
         same(mine, loader.get_batch())
