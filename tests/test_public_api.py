@@ -6,7 +6,6 @@ import inspect
 import pkgutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -62,18 +61,9 @@ def test_a_package_exports_documented_names_that_are_no_modules_of_it(package):
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_every_export_has_a_docstring_with_an_example_that_runs(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").symlink_to(Path(__file__).resolve().parents[1] / "data")
-    value = getattr(chatmill, name)
-    examples = doctest.DocTestParser().get_examples(inspect.getdoc(value) or "")
-    names = {"chatmill": chatmill, **{each: getattr(chatmill, each) for each in chatmill.__all__}}
-    assert examples, f"chatmill.{name} has no example in its docstring"
-    test = doctest.DocTest(examples, names, f"chatmill.{name}", None, None, None)
-    output: list[str] = []
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    doctest.DocTestRunner(optionflags=flags).run(test, out=output.append)
-    assert not output, "".join(output)
+def test_every_export_has_a_docstring_with_an_example(name):
+    """tests/test_doctests.py runs the examples."""
+    assert doctest.DocTestParser().get_examples(inspect.getdoc(getattr(chatmill, name)) or "")
 
 
 def test_ten_lines_go_from_message_dicts_and_a_model_folder_to_a_torch_batch(tmp_path, monkeypatch):

@@ -274,7 +274,7 @@ def estimate_run(config: TrainConfig, *, gpus: int | None = None, gpu_memory: fl
     >>> config = TrainConfig(n_layer=28, n_embd=1024, n_head=16, n_ffn=3072, vocab_size=151936, block_size=4096)
     >>> fit = estimate_run(config, gpu_memory=24)
     >>> fit.fits, [change.flags(1) for change in fit.changes][0]
-    (False, '--gradient_accumulation_steps 4')
+    (False, '--gradient_accumulation_steps 2')
     """
     config, _ = config.with_accumulation()
     elsewhere = gpus is not None or gpu_memory is not None

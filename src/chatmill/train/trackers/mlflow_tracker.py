@@ -122,7 +122,7 @@ def valid_name(name: str) -> str:
     unique.
 
     >>> valid_name("val_loss/chat"), valid_name("val_loss/a+b")
-    ('val_loss/chat', 'val_loss/a_b-6b0e0c4d')
+    ('val_loss/chat', 'val_loss/a_b-ea3e4e30')
     """
     clean = re.sub(r"[^\w/.\- :]", "_", name)
     # Normalize the name, because MLflow treats names as relative paths.
