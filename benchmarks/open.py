@@ -120,7 +120,7 @@ def chunk(count: int, *, spans: int, longest: int) -> Rows:
 
 
 def write(folder: Path, rows: Rows, count: int, *, vocab_size: int) -> float:
-    """Write `count` episodes and close the files; return million tokens per second."""
+    """Write `count` episodes and close the files; return the speed in millions of tokens per second."""
     started = time.perf_counter()
     with SplitWriter(folder / "train", vocab_size=vocab_size, shard_tokens=50_000_000) as writer:
         for at in range(0, count, len(rows)):

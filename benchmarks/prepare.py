@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument(
         "--side", choices=("chatmill", *PEERS), help="run only chatmill or this peer, once, to measure its memory"
     )
-    parser.add_argument("--processes", type=int, default=PROCESSES, help="number of processes of the peer in --side")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="number of processes for the peer of --side")
     parser.add_argument("--folder", type=Path, help="output folder for --side")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

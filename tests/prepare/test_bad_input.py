@@ -215,7 +215,7 @@ def test_input_that_changes_while_it_is_read_is_not_published(place):
         with Path("chat.jsonl").open("ab") as file:
             file.write(lines(conversations(1)))
 
-    with pytest.raises(DataError, match=r"chat.jsonl: grew from .* bytes while it was read; build again"):
+    with pytest.raises(DataError, match=r"chat.jsonl: grew from .* bytes while it was being read; build again"):
         prepare_dataset(job_of(("chat.jsonl",)), Path("x"), engine=LocalEngine(1), on_progress=change)
     assert [path.name for path in place.iterdir()] == ["chat.jsonl"]
 

@@ -211,7 +211,7 @@ def test_a_change_that_is_undone_before_the_end_is_detected(tmp_path, kind):
         write(path, file_of(kind, "old", 10))
     undo = after(2, lambda: write(paths[1], file_of(kind, "old", 10)))
     change = after(1, lambda: write(paths[1], file_of(kind, "new", 10)))
-    with pytest.raises(DataError, match=rf"b{kind}: was changed while it was read; build again"):
+    with pytest.raises(DataError, match=rf"b{kind}: was changed while it was being read; build again"):
         prepare_dataset(
             job_of(tuple(map(str, paths))),
             tmp_path / "x",
@@ -265,7 +265,7 @@ def test_reading_records_of_a_changing_file_ends_with_an_error(tmp_path, kind, c
     records = read_records([path])
     next(records)
     CHANGES[change][0](path, data)
-    with pytest.raises(DataError, match=rf"a{kind}: {CHANGES[change][1]}.* while it was read; build again"):
+    with pytest.raises(DataError, match=rf"a{kind}: {CHANGES[change][1]}.* while it was being read; build again"):
         list(records)
 
 

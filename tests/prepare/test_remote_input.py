@@ -80,7 +80,7 @@ def test_an_object_that_changes_during_a_build_is_detected_and_nothing_is_publis
         if progress.done:
             fs.pipe_file("/b/chat/a.jsonl", files()["a.jsonl"].swapcase())
 
-    with pytest.raises(DataError, match=r"^memory://b/chat/a\.jsonl: was changed while it was read; build again"):
+    with pytest.raises(DataError, match=r"^memory://b/chat/a\.jsonl: was changed while it was being read; build again"):
         build(job, tmp_path / "out", on_progress=change, unit_bytes=4000)
     assert not (tmp_path / "out").exists()
 

@@ -120,7 +120,7 @@ def test_a_file_that_changes_is_an_error(tmp_path, monkeypatch):
         return done
 
     monkeypatch.setattr(module, "_read", changing)
-    with pytest.raises(DataError, match="was changed while it was read"):
+    with pytest.raises(DataError, match="was changed while it was being read"):
         surveyed([path], 1)
 
 

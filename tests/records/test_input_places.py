@@ -497,5 +497,5 @@ def test_an_object_that_changes_while_it_is_read_is_detected(memory, change):
         assert len(list(records)) == len(CHATS) - 1
         return
     what = {"grow": "grew from", "shrink": "shrank from", "replace": "was changed", "remove": "was removed"}[change]
-    with pytest.raises(DataError, match=rf"^memory://b/a\.jsonl: {what}.* while it was read; build again"):
+    with pytest.raises(DataError, match=rf"^memory://b/a\.jsonl: {what}.* while it was being read; build again"):
         list(records)

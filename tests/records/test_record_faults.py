@@ -108,7 +108,7 @@ RECORDS = {
             "message 1 has a weight over 0 on a tool result; expected no weight, or train: false",
         ),
         (turn(function_call={"name": "f"}), 'message 1 has a "function_call"; expected tool_calls'),
-        (turn(refusal="no"), 'message 1 has a "refusal"; expected the text as content'),
+        (turn(refusal="no"), 'message 1 has a "refusal"; expected the text of the refusal as content'),
         (
             turn(audio={"id": "x"}),
             'message 1 has "audio", but chatmill trains only on text; remove the record or the key',

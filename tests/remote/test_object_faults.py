@@ -157,11 +157,11 @@ def test_an_object_that_vanishes_or_changes_while_it_is_read_is_one_error_line(b
     with pytest.raises(MissingObjectError, match=f"^{bucket}/x: no such object; "):
         read(bucket / "x")
     proxy.fail(Fault("short", method="GET", after=500, skip=1))
-    one_line_of(lambda: read(bucket / "x"), "changed while it was read")
+    one_line_of(lambda: read(bucket / "x"), "changed while it was being read")
     proxy.fail()
     infos = iter([find(bucket / "x"), objects.ObjectInfo(len(DATA), "another")])
     monkeypatch.setattr(objects, "find", lambda url: next(infos))
-    one_line_of(lambda: read(bucket / "x"), "changed while it was read")
+    one_line_of(lambda: read(bucket / "x"), "changed while it was being read")
 
 
 def test_a_server_that_never_responds_is_one_error_line(bucket, proxy, monkeypatch):

@@ -60,7 +60,7 @@ def test_a_dataset_exchanged_while_it_is_opened_is_the_old_or_the_new_one(two, m
         dataset = open_dataset(x)
         while_opening = waiting <= 0
         line = refusal(lambda: dataset["train"].rows(range(12)))  # noqa: B023
-        assert line in ("", f"{x}: was replaced while it was read; open it again")
+        assert line in ("", f"{x}: was replaced while it was being read; open it again")
         outcomes.add("refused" if line else "read")
         if not line:
             assert equal(dataset["train"].rows(range(12)), rows_of[dataset.sha256])
@@ -79,7 +79,7 @@ def test_the_inode_of_an_open_dataset_is_not_reused(two, tmp_path):
     for number in range(300):
         (tmp_path / f"many/{number}").touch()
         assert (tmp_path / f"many/{number}").stat().st_ino != inode
-    with pytest.raises(DataError, match="x: was replaced while it was read; open it again"):
+    with pytest.raises(DataError, match="x: was replaced while it was being read; open it again"):
         dataset["train"].rows([0])
 
 
@@ -168,7 +168,9 @@ def test_rows_of_a_truncated_file_are_correct_or_an_error(tmp_path):
             for numbers in (range(3), range(len(rows)), range(3)):
                 line = refusal(lambda: episodes.rows(numbers))  # noqa: B023
                 if line:
-                    assert line.startswith(f"{path}: was truncated from {len(data)} to {size} bytes while it was read")
+                    assert line.startswith(
+                        f"{path}: was truncated from {len(data)} to {size} bytes while it was being read"
+                    )
                 else:
                     # The mask is not read, and lost bytes read as zeros, so a file that loses only zeros gives no
                     # error.
@@ -186,7 +188,7 @@ def test_overwritten_bytes_are_detected(tmp_path, monkeypatch):
     with path.open("r+b") as file:
         file.write(b"\7\7")
     os.utime(path, ns=(1, 1))
-    with pytest.raises(DataError, match=r"tokens.bin: was overwritten, or its disk failed, while it was read"):
+    with pytest.raises(DataError, match=r"tokens.bin: was overwritten, or its disk failed, while it was being read"):
         episodes.rows([0])
 
 

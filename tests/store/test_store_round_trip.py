@@ -208,7 +208,7 @@ def test_a_dataset_replaced_while_it_is_read_is_not_mixed_with_the_new_one(tmp_p
     travelled = pickle.dumps(episodes)
     write_dataset(tmp_path / "x", {"train": some_rows(6)}, overwrite=True)
     for old in (episodes, pickle.loads(travelled)):  # noqa: S301
-        with pytest.raises(DataError, match="was replaced while it was read; open it again"):
+        with pytest.raises(DataError, match="was replaced while it was being read; open it again"):
             old.rows([0])
 
 

@@ -237,7 +237,7 @@ def _render(build: _Build, engine: Engine) -> Generator[tuple[Done, int], None, 
             try:
                 done = completed[unit.number] if unit.number in completed else next(running)
             except (RecordError, RemoteError) as fault:
-                # If a file changed while it was read, report the change, because it may have caused the error.
+                # If a file changed while it was being read, report the change, because it may have caused the error.
                 build.inputs.check_times()
                 if isinstance(fault, RecordError):
                     fault.line += before

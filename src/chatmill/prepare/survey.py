@@ -113,7 +113,7 @@ def survey(
                 line += done.lines
                 read.append((part.path, done.read))
     except (RecordError, RemoteError):
-        # If a file changed while it was read, report the change, because it may have caused the error.
+        # If a file changed while it was being read, report the change, because it may have caused the error.
         before.check_times()
         raise
     before.check(read, is_planned=lambda: planned() == files)

@@ -139,4 +139,4 @@ def _state(path: Path) -> _State:
 
 
 def _changed(path: Place, what: str) -> DataError:
-    return DataError(f"{shown(path)}: {what} while it was read; build again when no process writes to it")
+    return DataError(f"{shown(path)}: {what} while it was being read; build again when no process writes to it")

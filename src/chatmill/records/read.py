@@ -286,7 +286,7 @@ def _one_by_one(parse: ShapeParser, before: int, block: bytes) -> tuple[int, Par
 
 
 def _columns(parse: ShapeParser, before: int, block: bytes) -> Iterator[tuple[int, ParsedItems]]:
-    """Like `_one_by_one`, but parse runs of plain lines to columns."""
+    """Like `_one_by_one`, but parse runs of plain lines into columns."""
 
     def parse_lines(line: int, data: bytes) -> ParsedItems:
         return _one_by_one(parse, line - 1, data)[1]

@@ -125,7 +125,7 @@ def read(url: Url, start: int = 0, stop: int | None = None) -> bytes:
         raise missing(url)
     content = _read_ranges(url, start, info.size)
     if len(content) != max(info.size - start, 0) or (len(content) > RANGE_BYTES and find(url) != info):
-        raise RemoteError(f"{shown(url)}: changed while it was read; try again after the write is complete")
+        raise RemoteError(f"{shown(url)}: changed while it was being read; try again after the write is complete")
     return content
 
 

@@ -224,7 +224,7 @@ class StoredFiles:
             raise self._replaced()
 
     def _replaced(self) -> DataError:
-        return DataError(f"{self.path}: was replaced while it was read; open it again")
+        return DataError(f"{self.path}: was replaced while it was being read; open it again")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle; another process checks the folder for changes and maps files again."""

@@ -108,7 +108,7 @@ def lower_bound(column: NDArray[Any], value: int, low: int = 0) -> int:
 
     `np.searchsorted` would first copy the whole column, because columns of a mapped file are strided.
     """
-    # If each row is one conversation, a segment has the same index as its row.
+    # Try the index `value` first: if each row is one conversation, a segment has the same index as its row.
     size = len(column)
     guess = low if value < low else size if value > size else value
     if (guess == size or column[guess] >= value) and (guess == low or column[guess - 1] < value):

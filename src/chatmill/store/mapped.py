@@ -61,11 +61,11 @@ class _Region:
             size = self.size
         shown = one_line(str(self.path), 1000)
         if size < self.size:
-            what = f"was truncated from {self.size} to {size} bytes while it was read"
+            what = f"was truncated from {self.size} to {size} bytes while it was being read"
         elif size > self.size:
-            what = f"was overwritten while it was read: its size changed from {self.size} to {size} bytes"
+            what = f"was overwritten while it was being read: its size changed from {self.size} to {size} bytes"
         else:
-            what = "was overwritten, or its disk failed, while it was read"
+            what = "was overwritten, or its disk failed, while it was being read"
         self.fault = f"{shown}: {what}; copy or build the dataset again, and never modify its files in place"
 
 

@@ -215,7 +215,7 @@ class HFModel(CausalModel):
         return self._reverted(weights) if part.is_converted else super().saved_tensors(part, weights)
 
     def _reverted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the file tensors from which transformers computes these weights when it loads a model."""
+        """Convert weights back to the tensors of the model files, from which transformers computes them."""
         from transformers.core_model_loading import revert_weight_conversion
 
         return revert_weight_conversion(self.lm, {name.removeprefix("lm."): each for name, each in weights.items()})

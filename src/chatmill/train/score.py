@@ -285,7 +285,7 @@ def check_tokenizer(model: str | Place, source: DataSource) -> None:
 def conversation_losses(
     model: CausalModel, rows: Rows, block_size: int, progress: Callable[[int], None]
 ) -> NDArray[np.float64]:
-    """Return Σ weight · loss and Σ weight for every row, as an array (2, rows).
+    """Return Σ weight · loss and Σ weight for every row, as an array of shape (2, rows).
 
     Each row is one conversation. If it is too long, only its last tokens are kept.
     """

@@ -168,7 +168,7 @@ def read_message(turn: KeyReader) -> Message:
     """Parse one OpenAI-style message."""
     role = turn.role("role", _ROLES if turn.peek("role") != "developer" else _DEVELOPER)
     turn.refuse("function_call", right="expected tool_calls")
-    turn.refuse("refusal", right="expected the text as content")
+    turn.refuse("refusal", right="expected the text of the refusal as content")
     weight = fields.read_weight(turn, role)
     ranges, weight = read_ranges(turn, role, turn.peek("content"), weight)
     calls = _tool_calls(turn, role)
