@@ -56,13 +56,15 @@ class Excluded:
         nothing = np.empty(0, dtype=np.int64)
         return [np.isin(file.head().origins["line"], self.lines.get(file.file.path, nothing)) for file in staged]
 
-    def unmatched(self, staged: Sequence[StagedFile]) -> int:
-        """Return the number of listed lines and ids without a record."""
-        heads = [file.head() for file in staged] if self.sha256 else []
-        flags = self.flags(staged) if self.lines else []
-        lines = sum(int((rows & record_begins(head)).sum()) for rows, head in zip(flags, heads, strict=False))
-        ids = {id for head in heads for id in head.extra.get("excluded_ids", ())}
-        return sum(map(len, self.lines.values())) - lines + len(self.ids - ids)
+    def unmatched(self, staged: Sequence[StagedFile], flags: Sequence[NDArray[np.bool_]] | None) -> int:
+        """Return the number of listed lines and ids without a record; `flags` is the result of `flags`."""
+        lines, ids = 0, set(self.ids)
+        for number, file in enumerate(staged if self.sha256 else ()):
+            head = file.head()
+            ids.difference_update(head.extra.get("excluded_ids", ()))
+            if flags is not None:
+                lines += int((flags[number] & record_begins(head)).sum())
+        return sum(map(len, self.lines.values())) - lines + len(ids)
 
 
 NOTHING = Excluded()

@@ -142,7 +142,7 @@ def choose(staged: Sequence[StagedFile], job: Job, ledger: Ledger, excluded: Exc
             if chosen_rows.any():
                 chosen[name].append(Chosen(file, np.flatnonzero(chosen_rows).astype(np.uint32)))
         first += unit.extra["records"]
-    if unmatched := excluded.unmatched(staged):
+    if unmatched := excluded.unmatched(staged, excluded_rows):
         ledger.add("noted", "exclude_without_record", rows=unmatched)
     return Selection(chosen, removed)
 

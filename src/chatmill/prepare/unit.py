@@ -281,7 +281,7 @@ class _Records:
             self.ledger.add("filtered", reason(name), rows=1)
             self._removed_line.append(record.line)
             self._removed_by.append(NAMES.index(name))
-            if name == EXCLUDE:
+            if name == EXCLUDE and record.id is not None:
                 self.excluded_ids.add(record.id)
 
     def filtered(self, rows: Rows, record_of: Index) -> tuple[Rows, Index]:
