@@ -195,7 +195,7 @@ TARGETS = [
         lambda r: _shape(r, 1)["batch_ms"]["logged"] / _shape(r, 1)["batch_ms"]["ours"],
         " times",
         most=True,
-        left="the SHA-256 of 272 KB per batch; the SHA instructions of the processor hash two rows at a time.",
+        left="building the rows of a batch takes 0.37 ms of CPU time, and the SHA-256 of their 272 KB another 0.16 ms.",
     ),
     Target(
         "order of 10^9 episodes: look up one position", 1, lambda r: r["load"]["billion"]["order_ms"], " ms", most=True
