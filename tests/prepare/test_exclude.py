@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from chatmill.cli.prepare import warnings_of
 from chatmill.errors import DataError
 from chatmill.prepare.engine import LocalEngine
 from chatmill.prepare.exclude import read_excluded
@@ -74,6 +75,10 @@ def test_lines_without_a_record_are_counted_and_unknown_files_are_refused(tmp_pa
         metadata, lines = build(tmp_path, TEXTS, listed, target=f"t{number}", unit_bytes=300)
         assert lines == list(kept)
         assert {reason: entry.rows for bucket, reason, entry in metadata.ledger if bucket == "noted"} == unmatched
+        count = len(TEXTS) - len(lines)
+        assert f"{count} row{'s were' if count > 1 else ' was'} excluded by --exclude" in list(
+            warnings_of(metadata.ledger)
+        )
     with pytest.raises(
         DataError, match=re.escape("names other.jsonl, which is not an input file; expected chat.jsonl")
     ):

@@ -247,10 +247,13 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
         if bucket == "truncated" and reason in ("exchanges", "turns", "tail") and entry.trained:
             lost = f"{entry.trained:,} of {rendered:,} trained tokens were cut off"
             yield f"{lost}; raise --max-tokens, or use --fit windows"
-        if bucket in ("noted", "dropped") and reason in NOTES:
+        if bucket in ("noted", "dropped") and reason in NOTES and reason != "excluded":
             yield _note(NOTES[reason], entry.rows or entry.tokens)
         if reason.startswith(UNREAD_KEY):
             yield unread_key(reason, entry.rows)
+    # Records listed by id are filtered, and records listed by line are dropped.
+    if excluded := sum(entry.rows for _, reason, entry in ledger if reason == "excluded"):
+        yield _note(NOTES["excluded"], excluded)
 
 
 def _note(template: str, number: int) -> str:
