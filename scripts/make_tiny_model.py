@@ -31,6 +31,7 @@ from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.format import record_texts
 from chatmill.records import read_records
 from chatmill.tokenizer import train_bpe
+from chatmill.train.model_files import match_modes
 
 CONVERSATIONS = Path(__file__).resolve().parents[1] / "data" / "conversations.jsonl"
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -197,6 +198,7 @@ def write_weights(folder: Path, *, vocab_size: int, hidden_size: int, layers: in
         bos_token_id=end_of_text, eos_token_id=[end_of_turn, end_of_text], pad_token_id=end_of_text
     )
     model.save_pretrained(folder)
+    match_modes(folder)
     return sum(weight.numel() for weight in model.parameters())
 
 

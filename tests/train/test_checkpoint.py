@@ -89,6 +89,24 @@ def test_optimizer_moments_are_restored_exactly(tmp_path):
     assert np.isclose(float(fresh.state[next(other.parameters())]["step"]), 1.0)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_all_files_of_a_checkpoint_have_the_permissions_of_new_files(tmp_path, sharded, mask):
+    """safetensors creates files that only their owner can read, whatever the umask is."""
+    model = small_gpt()
+    optimizer = make_optimizer(model, OptimizerConfig(learning_rate=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0))
+    before = os.umask(mask)
+    try:
+        path = save(
+            tmp_path, {"step": 1}, model, optimizer, ALONE, sharded=sharded, keep=1, about={"training.json": b"{}"}
+        )
+    finally:
+        os.umask(before)
+    files = [file for file in path.rglob("*") if file.is_file()]
+    assert sum(file.suffix == ".safetensors" for file in files) > 1, files
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~mask}
+
+
 def test_an_old_checkpoint_with_other_files_is_kept(tmp_path):
     model = small_gpt()
     optimizer = make_optimizer(model, OptimizerConfig(learning_rate=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0))

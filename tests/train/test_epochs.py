@@ -101,13 +101,13 @@ def test_a_run_of_two_epochs_ends_after_the_second_and_logs_the_epoch(data, tmp_
     assert verify_log(log).fault is None
 
 
-@pytest.mark.parametrize(("epochs", "which"), [(1, "the epoch"), (3, "epoch 3"), (2.5, "epoch 2")])
+@pytest.mark.parametrize(("epochs", "which"), [(1, "the epoch"), (3, "each epoch"), (2.5, "each epoch")])
 def test_episodes_that_do_not_fill_a_batch_are_reported(data, epochs, which):
     settings = config(epochs=epochs, batch_size=4, **EPOCHS)
     loader = EpisodeLoader(data, settings, ahead=0, tensors=False)
     [note] = run_length(settings, loader).left_out_note(loader)
     assert note.startswith(
-        f"1 of 61 episodes do not fill a batch at the end of {which} and are dropped; set epoch_drop_last"
+        f"{'' if epochs == 1 else 'about '}1 of 61 episodes do not fill a batch at the end of {which} and are dropped; set epoch_drop_last"
     )
 
 

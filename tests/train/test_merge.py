@@ -173,4 +173,6 @@ def test_the_merge_command_accepts_a_base_model_that_has_moved(tmp_path, monkeyp
         "size": (target / "model.safetensors").stat().st_size,
         "difference": None,
     }
-    assert run("--overwrite") == f"{target}: 14 layers merged, 0.00 GiB, bfloat16\n"
+    size = (target / "model.safetensors").stat().st_size
+    assert run("--overwrite") == f"{target}: 14 layers merged, {size / 2**10:.1f} KiB, bfloat16\n"
+    assert len({path.stat().st_mode for path in target.iterdir()}) == 1

@@ -57,7 +57,8 @@ def merge(
     if as_json:
         echo_json({"path": str(output), **asdict(merged)})
         return
-    echo_line(f"{output}: {merged.layers:,} layers merged, {merged.size / 2**30:,.2f} GiB, {merged.dtype}")
+    unit, scale = ("GiB", 2**30) if merged.size >= 2**30 else ("MiB", 2**20) if merged.size >= 2**20 else ("KiB", 2**10)
+    echo_line(f"{output}: {merged.layers:,} layers merged, {merged.size / scale:,.1f} {unit}, {merged.dtype}")
     if (far := merged.difference) is not None:
         echo_line(
             f"logits differ from those of the trained model (4-bit base) by {far.mean:.3g} on average, "

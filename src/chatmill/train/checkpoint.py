@@ -47,6 +47,7 @@ from chatmill.train.checkpoint_files import (
 )
 from chatmill.train.distributed import World, is_sharded, local, rows_of, whole
 from chatmill.train.model import CausalModel
+from chatmill.train.model_files import match_modes
 from chatmill.train.optimizers import AnyOptimizer, fresh_state, state_fault
 from chatmill.train.sharded_save import can_save_in_shards, save_in_shards
 from chatmill.train.sharded_tensors import ShardedTensors, TensorEntry, TensorRows, file_info, write_tensors
@@ -227,6 +228,7 @@ def _write_model(folder: Path, model: CausalModel, weights: dict[str, Tensor]) -
     check_float16(weights)
     try:
         model.save(folder, weights)
+        match_modes(folder)
     except SafetensorError as error:
         # safetensors raises `SafetensorError` when the disk is full.
         raise ChatmillError(f"{folder}: the model cannot be written ({one_line(str(error))})") from None

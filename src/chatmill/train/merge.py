@@ -33,7 +33,7 @@ from chatmill.train.hf_load import faults_of, load_lm, quiet
 from chatmill.train.load_model import BaseWeights
 from chatmill.train.logit_difference import LogitDifference, probe_logits
 from chatmill.train.lora import base_folder, check_base, read_adapters, trained_on
-from chatmill.train.model_files import CONFIG, WEIGHTS, check_folder, is_adapter, read_model_files
+from chatmill.train.model_files import CONFIG, WEIGHTS, check_folder, is_adapter, match_modes, read_model_files
 from chatmill.train.preflight import TRAINING, trained_with
 from chatmill.train.sharded_tensors import file_info
 from chatmill.train.weight_dtypes import cast_state, weight_dtypes
@@ -104,6 +104,7 @@ def merge_adapters(
         weights = cast_state(lm, saved)
         try:
             save_lm(lm, staging, weights, place)
+            match_modes(staging)
             # Replace the tokenizer of the base model with the tokenizer of the adapters.
             copy_tokenizer(folder, staging)
             about = _write_about(folder, place, staging)

@@ -204,6 +204,16 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def match_modes(folder: Path) -> None:
+    """Give the weight files of a saved model the permissions of its config.
+
+    safetensors creates files that only their owner can read.
+    """
+    mode = stat.S_IMODE(next(folder.glob("*config.json")).stat().st_mode)
+    for path in folder.glob("*.safetensors"):
+        path.chmod(mode)
+
+
 def check_headers(folder: Path) -> None:
     """Raise `DataError` if a folder contains neither a model nor adapters; check only file types and headers."""
     check_folder(folder)

@@ -34,9 +34,11 @@ class RunLength:
     def left_out_note(self, loader: EpisodeLoader) -> Iterator[str]:
         """Yield a note about episodes that are dropped because they do not fill a batch."""
         if self.left_out:
-            which = "the epoch" if self.whole_epochs == 1 else f"epoch {self.whole_epochs:,}"
+            # The number can differ between epochs, because packing depends on the order.
+            which = "the epoch" if self.whole_epochs == 1 else "each epoch"
+            about = "" if self.whole_epochs == 1 else "about "
             yield (
-                f"{self.left_out:,} of {loader.plan(loader.split).num_eligible:,} episodes do not fill a batch at "
+                f"{about}{self.left_out:,} of {loader.plan(loader.split).num_eligible:,} episodes do not fill a batch at "
                 f"the end of {which} and are dropped; set epoch_drop_last to false to train on these episodes"
             )
 
