@@ -35,11 +35,11 @@ class RunLength:
         """Yield a note about episodes that are dropped because they do not fill a batch."""
         if self.left_out:
             # The number can differ between epochs, because packing depends on the order.
-            which = "the epoch" if self.whole_epochs == 1 else "each epoch"
-            about = "" if self.whole_epochs == 1 else "about "
+            about, which = ("", "the epoch") if self.whole_epochs == 1 else ("about ", "each epoch")
+            episodes = f"{about}{self.left_out:,} of {loader.plan(loader.split).num_eligible:,} episodes"
             yield (
-                f"{about}{self.left_out:,} of {loader.plan(loader.split).num_eligible:,} episodes do not fill a batch at "
-                f"the end of {which} and are dropped; set epoch_drop_last to false to train on these episodes"
+                f"{episodes} do not fill a batch at the end of {which} and are dropped; "
+                "set epoch_drop_last to false to train on these episodes"
             )
 
     def further(self, config: TrainConfig) -> str:
