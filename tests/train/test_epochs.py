@@ -101,13 +101,15 @@ def test_a_run_of_two_epochs_ends_after_the_second_and_logs_the_epoch(data, tmp_
     assert verify_log(log).fault is None
 
 
-@pytest.mark.parametrize(("epochs", "which"), [(1, "the epoch"), (3, "each epoch"), (2.5, "each epoch")])
-def test_episodes_that_do_not_fill_a_batch_are_reported(data, epochs, which):
+@pytest.mark.parametrize(
+    ("epochs", "count", "which"), [(1, "1", "the epoch"), (3, "about 1", "each epoch"), (2.5, "about 1", "each epoch")]
+)
+def test_episodes_that_do_not_fill_a_batch_are_reported(data, epochs, count, which):
     settings = config(epochs=epochs, batch_size=4, **EPOCHS)
     loader = EpisodeLoader(data, settings, ahead=0, tensors=False)
     [note] = run_length(settings, loader).left_out_note(loader)
     assert note.startswith(
-        f"{'' if epochs == 1 else 'about '}1 of 61 episodes do not fill a batch at the end of {which} and are dropped; set epoch_drop_last"
+        f"{count} of 61 episodes do not fill a batch at the end of {which} and are dropped; set epoch_drop_last"
     )
 
 

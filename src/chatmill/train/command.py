@@ -283,9 +283,8 @@ def summary(result: TrainResult) -> str:
     else:
         if result.stopped_early is not None:
             lines.append(f"stopped early at step {result.step:,} of {result.total:,}: {result.stopped_early}")
-        lines.append(
-            f"{result.step:,} step{'' if result.step == 1 else 's'}, {result.tokens:,} tokens, {result.trained:,} of them trained"
-        )
+        steps = "1 step" if result.step == 1 else f"{result.step:,} steps"
+        lines.append(f"{steps}, {result.tokens:,} tokens, {result.trained:,} of them trained")
     if result.cut_episodes:
         lines.append(
             f"truncated: {result.cut_episodes:,} conversations are longer than a row and lost "
