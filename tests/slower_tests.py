@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 CLUSTER = re.compile(
-    r"tests/(remote/.*|train/test_(fsdp.*|cluster_scripts|lost_ranks|trackers|remote_train)|load/test_remote"
+    r"tests/(remote/.*|train/test_(fsdp.*|cluster_scripts|lost_ranks|trackers|remote_train)|load/test_(remote|resume)"
     r"|train/test_(rollout_models|step|loop_hf|mixed_eval|optimizers|resumed_runs|estimate)"
-    r"|prepare/test_(ray.*|cluster_build|remote_input|byte_identity)|store/test_remote_publish|cli/test_(stores|remote_datasets)"
+    r"|prepare/test_(ray.*|cluster_build|remote_input|byte_identity|memory|resumed_builds|oracle)|store/test_(remote_publish|reweigh)|cli/test_(stores|remote_datasets)"
     r"|integrations/test_(compare_trl|import_trains)|rollout/test_(text_servers|template_scenarios)"
-    r"|tokenizer/test_(split_pattern|compiled_cache|byte_bpe|engines_agree)|format/template/test_laid_out_columns"
+    r"|tokenizer/test_(split_pattern|compiled_cache|byte_bpe|engines_agree|every_tokenizer)"
+    r"|format/template/test_(laid_out_columns|trl_templates)|records/test_record_mutations"
     r"|show/test_(browser.*|screenshots))\.py"
 )
 """Slow test files, with the marker `cluster`: most start ranks, nodes, trackers, servers, browsers or TRL."""
