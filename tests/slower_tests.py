@@ -7,7 +7,8 @@ import re
 CLUSTER = re.compile(
     r"tests/(remote/.*|train/test_(fsdp.*|cluster_scripts|lost_ranks|trackers|remote_train)|load/test_(remote|resume)"
     r"|train/test_(rollout_models|step|loop_hf|mixed_eval|optimizers|resumed_runs|estimate)"
-    r"|prepare/test_(ray.*|cluster_build|remote_input|byte_identity|memory|resumed_builds|oracle)|store/test_(remote_publish|reweigh)|cli/test_(stores|remote_datasets)"
+    r"|prepare/test_(ray.*|cluster_build|remote_input|byte_identity|memory|resumed_builds|oracle)"
+    r"|store/test_(remote_publish|reweigh)|cli/test_(stores|remote_datasets)"
     r"|integrations/test_(compare_trl|import_trains)|rollout/test_(text_servers|template_scenarios)"
     r"|tokenizer/test_(split_pattern|compiled_cache|byte_bpe|engines_agree|every_tokenizer)"
     r"|format/template/test_(laid_out_columns|trl_templates)|records/test_record_mutations"

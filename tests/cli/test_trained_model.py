@@ -356,7 +356,8 @@ def test_rows_reports_missing_runs_and_steps_in_one_line(run, made, tmp_path, mo
 def test_rows_refuses_another_dataset_in_one_line(run):
     Path("one.jsonl").write_text(Path("words.jsonl").read_text().splitlines()[0])
     chatmill("prepare", "one.jsonl", "-o", "data/one", "--format", "primer", "--overwrite")
-    one_line(run("rows", "--step", "1", "--dataset", "data/one"), 1, "data/one: has the hash ", "but the run's data has ")
+    found = run("rows", "--step", "1", "--dataset", "data/one")
+    one_line(found, 1, "data/one: has the hash ", "but the run's data has the hash ")
 
 
 def test_rows_uses_the_dataset_of_each_step(run):
