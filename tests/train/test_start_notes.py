@@ -98,8 +98,9 @@ def test_the_note_is_printed_first_and_logged_in_json_and_metrics(folders, tmp_p
 
     assert train("--model_name", "all") == (
         others,
-        f"use_loss_mask is false, so the run also trains on {others:,} tokens that are not part of answers "
-        f"({others / everything:.0%} of all trained tokens); add --use_loss_mask to train only on answers",
+        f"use_loss_mask is false, so the run also trains on {others:,} tokens in the train split that are not "
+        f"part of answers ({others / everything:.0%} of all trained tokens); add --use_loss_mask to train only on "
+        "answers",
     )
     first, second = read_metrics(Path("checkpoints/all"))
     assert (first["non_answer_tokens"], first["train_tokens"]) == (others, everything)

@@ -62,7 +62,7 @@ NOTES = {
     "duplicate": "duplicates dropped: {rows}",
     "near_duplicate": "near-duplicates dropped: {rows}",
     "excluded": "{rows} {were} excluded by --exclude",
-    "exclude_without_record": "{lines} of the --exclude file {match} no record",
+    "exclude_without_record": "{lines} of the --exclude file {match} no rendered record",
     "too_long": "{rows} {were} too long and {were} dropped",
     "reasoning_left_out": "{rows} lost reasoning that the chat template omits; see --unroll",
     "messages_after_last_answer": "{conversations} {have} messages after the last trained answer; these messages are "

@@ -63,7 +63,7 @@ def train(
     else:
         echo_line(f"{output}: {made.vocab_size:,} tokens, sha256 {made.sha256[:12]}…, from {counted(count, 'record')}")
         if made.vocab_size < vocab_size:
-            typer.echo(f"the texts are too short to learn {vocab_size:,} tokens")
+            typer.echo(f"the texts are too short or too repetitive to learn {vocab_size:,} tokens")
     print_losses(records.ledger, err=True)
     print_rejects(records)
 

@@ -24,8 +24,8 @@ class NonAnswers(NamedTuple):
     def __str__(self) -> str:
         share = f"{self.non_answers / self.trained:.0%}"
         return (
-            f"use_loss_mask is false, so the run also trains on {self.non_answers:,} tokens that are not part of "
-            f"answers ({share} of all trained tokens); add --use_loss_mask to train only on answers"
+            f"use_loss_mask is false, so the run also trains on {self.non_answers:,} tokens in the train split that "
+            f"are not part of answers ({share} of all trained tokens); add --use_loss_mask to train only on answers"
         )
 
     def to_metrics(self) -> Mapping[str, Any]:

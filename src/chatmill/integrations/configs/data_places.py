@@ -37,7 +37,7 @@ def parse_split(text: str | None) -> DataSplit:
     """Parse a split such as `train[:500]`; for unsupported slices, return the whole split and a note."""
     match = _SPLIT.fullmatch(text or "train")
     if match is None:
-        return DataSplit("train", None, f'"{one_line(str(text))}" is not a valid split; chatmill reads all of train')
+        return DataSplit("train", None, f'"{one_line(str(text))}" is not supported; chatmill reads all of train')
     name, part = match[1], match[2]
     if part is None:
         return DataSplit(name, None, "")
