@@ -238,7 +238,7 @@ def main(args: Sequence[str] | None = None) -> int:
         "--shared",
         action="append",
         metavar="DIR",
-        help="a folder that all ranks should share (default: . and checkpoints)",
+        help="a folder that all ranks must share (default: the current folder and, if it exists, checkpoints)",
     )
     parser.add_argument(
         "--timeout", type=float, default=SECONDS, metavar="S", help="time limit of each check in seconds (default: 60)"
