@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,30 @@ def test_a_tokenizer_that_is_a_fifo_is_one_line(tmp_path):
     os.mkfifo(tmp_path / "folder" / "tokenizer_config.json")
     with pytest.raises(DataError, match="it is a FIFO, not a plain file"):
         open_tokenizer(str(tmp_path / "folder"))
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 99, 100, 101, 5000])
+@pytest.mark.parametrize("limit", [0, 1, 100, 4999, 5000, 10**6])
+def test_a_file_is_read_whole_or_refused(tmp_path, size, limit):
+    data = bytes(number % 251 for number in range(size))
+    (tmp_path / "x").write_bytes(data)
+    if size <= limit:
+        assert read_plain(tmp_path / "x", limit) == data
+    else:
+        with pytest.raises(OSError, match=f"larger than {limit:,} bytes"):
+            read_plain(tmp_path / "x", limit)
+
+
+def test_reading_a_small_file_needs_little_memory(tmp_path):
+    (tmp_path / "x").write_bytes(b"12345")
+    tracemalloc.start()
+    try:
+        read_plain(tmp_path / "x", 2**30)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_a_file_that_reports_no_size_is_read_whole():
+    assert b"VmData" in read_plain(Path("/proc/self/status"))

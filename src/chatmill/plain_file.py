@@ -65,7 +65,10 @@ def open_plain(path: Path) -> io.BufferedReader:
 def read_plain(path: Path, limit: int = JSON_LIMIT) -> bytes:
     """Read a regular file; raise `OSError` if it is larger than `limit` bytes."""
     with open_plain(path) as file:
-        data = file.read(limit + 1)
+        # Reading `limit + 1` bytes at once would allocate memory for all of them, even if the file is small.
+        data = file.read(min(os.fstat(file.fileno()).st_size, limit) + 1)
+        while len(data) <= limit and (more := file.read(min(len(data), limit + 1 - len(data)))):
+            data += more
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
     return data
