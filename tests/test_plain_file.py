@@ -57,11 +57,15 @@ def test_a_file_is_read_whole_or_refused(tmp_path, size, limit):
             read_plain(tmp_path / "x", limit)
 
 
-def test_reading_a_small_file_needs_little_memory(tmp_path):
+def test_small_and_refused_files_need_little_memory(tmp_path):
     (tmp_path / "x").write_bytes(b"12345")
     tracemalloc.start()
     try:
         read_plain(tmp_path / "x", 2**30)
+        with (tmp_path / "large").open("wb") as file:
+            file.truncate(2**30)
+        with pytest.raises(OSError, match="larger"):
+            read_plain(tmp_path / "large", 2**29)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()

@@ -64,13 +64,17 @@ def open_plain(path: Path) -> io.BufferedReader:
 
 def read_plain(path: Path, limit: int = JSON_LIMIT) -> bytes:
     """Read a regular file; raise `OSError` if it is larger than `limit` bytes."""
+    too_large = OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
     with open_plain(path) as file:
         # Reading `limit + 1` bytes at once would allocate memory for all of them, even if the file is small.
-        data = file.read(min(os.fstat(file.fileno()).st_size, limit) + 1)
+        if (size := os.fstat(file.fileno()).st_size) > limit:
+            raise too_large
+        data = file.read(size + 1)
+        # Read on if the file has grown, or does not report its size.
         while len(data) <= limit and (more := file.read(min(len(data), limit + 1 - len(data)))):
             data += more
     if len(data) > limit:
-        raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
+        raise too_large
     return data
 
 
