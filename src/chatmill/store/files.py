@@ -162,7 +162,12 @@ def make_folder(path: Path) -> None:
     if not local_path(path).is_dir():
         if path.parent != path:
             make_folder(path.parent)
-        disk.make_folder(path)
+        try:
+            disk.make_folder(path)
+        except FileExistsError:
+            # Another process may have created the folder since the check.
+            if not path.is_dir():
+                raise
         disk.sync(path.parent)
 
 
