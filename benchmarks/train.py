@@ -27,8 +27,7 @@ import tempfile
 import time
 from collections import deque
 from contextlib import suppress
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -281,8 +280,11 @@ def figures(trial: Trial, folder: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, Any]:
-    names = ("transformers", "peft", "liger_kernel", "bitsandbytes", "torchao")
-    known = {name: version(name) for name in names if find_spec(name)}
+    names = ("transformers", "peft", "liger_kernel", "bitsandbytes", "torchao", "flash-attn-4")
+    known = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            known[name] = version(name)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return {"device": device, "versions": {"torch": torch.__version__, **known}}
 

@@ -78,7 +78,8 @@ class GPT(CausalModel):
             nn.init.normal_(weight, std=0.02 / (2 * self.sizes.n_layer) ** 0.5 if writes else 0.02)
 
     def hidden(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
-        return self._run(x, positions, segment_mask(segments, head_size=self.sizes.head_size), None)
+        mask = segment_mask(segments, head_size=self.sizes.head_size, dtype=self.compute)
+        return self._run(x, positions, mask, None)
 
     def head(self) -> LMHead:
         return LMHead(self.embedding.weight if self.unembedding is None else self.unembedding.weight)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from chatmill.errors import DataError, UsageError
 from chatmill.store.layout import TOKENIZER_STATE
-from chatmill.train.attention import MIN_HEAD_SIZE, kernel_options, segment_begins
+from chatmill.train.attention import MIN_HEAD_SIZE, kernel_options
 from chatmill.train.config import LoraSizes
+from chatmill.train.flash import Bounds, bounds_of, flash_attend, is_usable, segment_begins
 from chatmill.train.half_weights import HalfLinear, is_half, use_half_weights, widened
 from chatmill.train.hf_load import faults_of, load_lm, quiet
 from chatmill.train.loss import LMHead
@@ -39,6 +40,8 @@ TOKENIZER_FILES = (
 )
 """Patterns of the tokenizer files that are copied to the folder of a saved model."""
 GENERATION = "generation_config.json"
+FLASH_TYPES = ("granite", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
+"""Model types that pass the boundaries of conversations to their attention function."""
 CLOSE = 1e-3
 """Largest relative difference between logits that is attributed to rounding."""
 
@@ -99,7 +102,11 @@ class HFModel(CausalModel):
         self._fused = tuple(map(tuple, fused))
 
     def hidden(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
-        self._attend_by(self._training_attention(x))
+        if self.uses_flash():
+            self._attend_by(_registered_flash())
+            bounds = bounds_of(segments)
+            return self._states(x, positions, cu_seq_lens_q=bounds.at, max_length_q=bounds.longest)
+        self._attend_by(_registered_flex() if x.is_cuda and self.uses_flex() else "sdpa")
         if self.separates:
             return self._states(x, positions)
         index, lengths = _unpacked(segments)
@@ -112,13 +119,13 @@ class HFModel(CausalModel):
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
         return LMHead(layer.weight, layer.bias, scale, getattr(config, "final_logit_softcapping", None))
 
-    def _states(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _states(self, x: Tensor, positions: Tensor, **options: Any) -> Tensor:
         with self._cast():
-            states = self._base_states(x, positions)
+            states = self._base_states(x, positions, **options)
         return states.to(self.compute or states.dtype)
 
-    def _base_states(self, x: Tensor, positions: Tensor) -> Tensor:
-        out = self.lm.base_model(input_ids=x, position_ids=positions.long(), use_cache=False)
+    def _base_states(self, x: Tensor, positions: Tensor, **options: Any) -> Tensor:
+        out = self.lm.base_model(input_ids=x, position_ids=positions.long(), use_cache=False, **options)
         return out.last_hidden_state
 
     def _cast(self) -> AbstractContextManager[Any]:
@@ -222,17 +229,23 @@ class HFModel(CausalModel):
 
     # Attention.
 
-    def _training_attention(self, x: Tensor) -> str:
-        return _registered_flex() if x.is_cuda and self.uses_flex() else "sdpa"
+    def uses_flash(self) -> bool:
+        """Whether the model uses FlashAttention 4 on its GPU."""
+        config = self.lm.config.get_text_config()
+        if config.model_type not in FLASH_TYPES or not self.uses_flex():
+            return False
+        # Configs that have `layer_types` may set `sliding_window` without using it.
+        kinds = getattr(config, "layer_types", None)
+        slides = getattr(config, "sliding_window", None) if kinds is None else set(kinds) != {"full_attention"}
+        return not slides and is_usable(self.device, _head_size(config), self.compute)
 
     def uses_flex(self) -> bool:
-        """Whether the model uses FlexAttention on a GPU, rather than SDPA with a mask."""
+        """Whether the model can use FlexAttention on a GPU, rather than SDPA with a mask."""
         if not self.separates or not getattr(self.lm, "_supports_flex_attn", False):
             return False
         config = self.lm.config.get_text_config()
         dropout = getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None)
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return not dropout and size >= MIN_HEAD_SIZE
+        return not dropout and _head_size(config) >= MIN_HEAD_SIZE
 
     def _attend_by(self, name: str) -> None:
         if self.lm.config._attn_implementation not in (name, "eager"):
@@ -372,6 +385,29 @@ def _unpacked(segments: Tensor) -> tuple[Tensor, Tensor]:
     lengths = torch.diff(start, append=start.new_tensor([segments.numel()]))
     index = start[:, None] + torch.arange(int(lengths.max()), device=segments.device)
     return index.clamp(max=segments.numel() - 1), lengths
+
+
+def _head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _registered_flash() -> str:
+    """Register FlashAttention 4 as an attention function; return its name in transformers.
+
+    If the name contained `flash`, transformers would look for a package of this name.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def attention(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, *, scaling: float, cu_seq_lens_q: Tensor,
+        max_length_q: int, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        q, k, v = (part.transpose(1, 2).to(v.dtype) for part in (q, k, v))
+        return flash_attend(q, k, v, Bounds(cu_seq_lens_q, max_length_q), scaling), None
+
+    AttentionInterface.register("chatmill_packed", attention)
+    AttentionMaskInterface.register("chatmill_packed", lambda *args, **kwargs: None)
+    return "chatmill_packed"
 
 
 def _registered_flex() -> str:

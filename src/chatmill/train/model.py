@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from chatmill.errors import UsageError
 from chatmill.load.batch import Batch
+from chatmill.train.flash import remember_bounds
 from chatmill.train.loss import LMHead, Losses, LossFunction, TrainedPositions, moved, weighted_loss
 
 if TYPE_CHECKING:
@@ -55,7 +56,10 @@ class Inputs(NamedTuple):
             torch.as_tensor(part) for part in (batch.x, batch.y, batch.weights, batch.positions, batch.segments)
         )
         targets = TrainedPositions.of(y, weights).to(device)
-        return cls(moved(x, device), moved(positions, device), moved(segments, device), targets)
+        inputs = cls(moved(x, device), moved(positions, device), moved(segments, device), targets)
+        if inputs.segments.is_cuda:
+            remember_bounds(inputs.segments, segments)
+        return inputs
 
 
 def usable_precision(compute: torch.dtype | None) -> torch.dtype | None:

@@ -1,0 +1,143 @@
+"""FlashAttention 4 over packed rows: `pip install 'chatmill[flash]'`, on Hopper and Blackwell GPUs.
+
+The kernels get the boundaries of all conversations, so none of their tiles spans two conversations. Compiled layers can
+call `flash_attend`, because the kernels are wrapped in custom torch operators.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+from warnings import warn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PACKAGE = "flash-attn-4"
+GPUS = (9, 10)
+"""Major compute capabilities of the supported GPUs."""
+MAX_HEAD_SIZE = 128
+FEWEST = 128
+"""Boundaries are padded to this number or a larger power of two, because each number compiles the layers again."""
+
+
+class Bounds(NamedTuple):
+    """Where conversations begin and end in the flattened tokens of a batch."""
+
+    at: Tensor
+    """The first token of each conversation, followed by copies of the number of tokens (int32)."""
+    longest: int
+    """No conversation has more tokens than this."""
+
+
+def remember_bounds(segments: Tensor, host: Tensor) -> None:
+    """Attach the boundaries of segments to a tensor on a GPU. `host` has the same segments on the CPU.
+
+    Without this, `bounds_of` would wait for the GPU to learn the number of segments.
+    """
+    segments._chatmill_bounds = _bounds(host).to(segments.device, non_blocking=True)
+
+
+def bounds_of(segments: Tensor) -> Bounds:
+    """Return the boundaries of the segments (rows, length); the tokens of a segment must be contiguous."""
+    at = getattr(segments, "_chatmill_bounds", None)
+    return Bounds(_bounds(segments) if at is None else at, segments.shape[1])
+
+
+def _bounds(segments: Tensor) -> Tensor:
+    starts = segment_begins(segments).flatten().nonzero().squeeze(1).to(torch.int32)
+    size = max(FEWEST, 1 << len(starts).bit_length())
+    return F.pad(starts, (0, size + 1 - len(starts)), value=segments.numel())
+
+
+def segment_begins(segments: Tensor) -> Tensor:
+    """Return, for each token, whether it is the first token of its segment."""
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return begins
+
+
+def is_usable(device: torch.device, head_size: int, dtype: torch.dtype | None) -> bool:
+    """Whether FlashAttention 4 is installed, and supports this GPU, head size and precision."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in GPUS:
+        return False
+    fits = dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= MAX_HEAD_SIZE
+    return fits and _kernels() is not None
+
+
+@cache
+def _kernels() -> Any:
+    try:
+        installed = version(PACKAGE)
+    except PackageNotFoundError:
+        return None
+    try:
+        module = import_module("flash_attn.cute.interface")
+        return module._flash_attn_fwd, module._flash_attn_bwd
+    except (ImportError, AttributeError) as error:
+        warn(f"{PACKAGE} {installed} cannot be used, so FlexAttention replaces it: {error}", stacklevel=2)
+        return None
+
+
+def flash_attend(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float | None = None) -> Tensor:
+    """Compute causal attention within conversations. The tensors have the shape (rows, length, heads, size); keys and
+    values may have fewer heads than queries. Scores are multiplied by `scale`, by default 1 / √size.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out = _Flash.apply(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *bounds, scale)
+    return out.view(q.shape)
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, at: Tensor, longest: int, scale: float) -> Tensor:
+        out, lse = flash(q, k, v, at, longest, scale)
+        ctx.save_for_backward(q, k, v, out, lse, at)
+        ctx.longest, ctx.scale = longest, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, at = ctx.saved_tensors
+        return *flash_backward(grad, q, k, v, out, lse, at, ctx.longest, ctx.scale), None, None, None
+
+
+@torch.library.custom_op("chatmill::flash", mutates_args=())
+def flash(q: Tensor, k: Tensor, v: Tensor, at: Tensor, longest: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the attention over (tokens, heads, size), and the log-sum-exp of the scores (heads, tokens)."""
+    forward, _ = _kernels()
+    out, lse, *_ = forward(q, k, v, **_packed(at, longest, scale), return_lse=True)
+    return out, lse
+
+
+@flash.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, at: Tensor, longest: int, scale: float) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("chatmill::flash_backward", mutates_args=())
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values."""
+    _, backward = _kernels()
+    dq, dk, dv = (part.new_empty(part.shape) for part in (q, k, v))
+    exact = torch.are_deterministic_algorithms_enabled()
+    packed = _packed(at, longest, scale)
+    backward(q, k, v, out, grad.contiguous(), lse, **packed, deterministic=exact, dq=dq, dk=dk, dv=dv)
+    return dq, dk, dv
+
+
+@flash_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _packed(at: Tensor, longest: int, scale: float) -> dict[str, Any]:
+    lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return {"cu_seqlens_q": at, "cu_seqlens_k": at, **lengths, "softmax_scale": scale, "causal": True}
