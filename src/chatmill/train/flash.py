@@ -19,7 +19,8 @@ from torch import Tensor
 PACKAGE = "flash-attn-4"
 GPUS = (9, 10)
 """Major compute capabilities of the supported GPUs."""
-MAX_HEAD_SIZE = 128
+HEAD_SIZES = (32, 64, 96, 128)
+"""Head sizes with correct gradients; those of sizes 8, 16, 48 and 80 are wrong in flash-attn-4 4.0.0b36."""
 FEWEST = 128
 """Boundaries are padded to this number or a larger power of two, because each number compiles the layers again."""
 
@@ -64,7 +65,7 @@ def is_usable(device: torch.device, head_size: int, dtype: torch.dtype | None) -
     """Whether FlashAttention 4 is installed, and supports this GPU, head size and precision."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in GPUS:
         return False
-    fits = dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= MAX_HEAD_SIZE
+    fits = dtype in (torch.bfloat16, torch.float16) and head_size in HEAD_SIZES
     return fits and _kernels() is not None
 
 
@@ -124,10 +125,16 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
     _, backward = _kernels()
+    shared = q.shape[1] == 2 * k.shape[1]
+    if shared:
+        # The kernel would add up the gradients of shared heads in float32 and convert them, which takes longer.
+        k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))
     dq, dk, dv = (part.new_empty(part.shape) for part in (q, k, v))
     exact = torch.are_deterministic_algorithms_enabled()
     packed = _packed(at, longest, scale)
     backward(q, k, v, out, grad.contiguous(), lse, **packed, deterministic=exact, dq=dq, dk=dk, dv=dv)
+    if shared:
+        dk, dv = (part.unflatten(1, (-1, 2)).sum(2) for part in (dk, dv))
     return dq, dk, dv
 
 

@@ -1,7 +1,8 @@
-"""Triton kernels for RMSNorm and rotary embedding of queries and keys. One program processes all heads of a token.
+"""Triton kernels for RMSNorm and rotary embedding of queries and keys. A program processes a few heads of some tokens.
 
-The two halves of each head, which the rotary embedding mixes, are loaded as two tiles (heads, size / 2). Import this
-module only on a machine with a GPU, because only CUDA builds of torch include triton.
+The two halves of each head, which the rotary embedding mixes, are loaded as two tiles (tokens x heads, size / 2).
+Queries, keys and values are distinct groups of heads, so no tile mixes them. Import this module only on a machine with
+a GPU, because only CUDA builds of torch include triton.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 WARPS = 4
-PROGRAMS = 6
-"""Number of kernel programs per multiprocessor in the backward pass; each program sums the norm-weight gradients of its
-tokens.
+MAX_GROUP = 8
+"""Maximum number of heads per program."""
+TOKENS, TOKENS_BACKWARD = 2, 4
+"""Number of tokens that a program processes at a time."""
+PROGRAMS = 8
+"""Number of kernel programs per multiprocessor and group in the backward pass; each program sums the norm-weight
+gradients of its tokens.
 """
 
 
@@ -30,10 +35,15 @@ def forward(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     rows, length, width = qkv.shape
+    n_q, n_kv = heads
     q, k = (qkv.new_empty(rows, length, count, cos.shape[-1]) for count in heads)
     norm = (qkv, qkv) if q_weight is None or k_weight is None else (q_weight, k_weight)
-    _forward[(rows * length,)](
-        qkv, *norm, cos, sin, q, k, *heads, eps, width, NORM=q_weight is not None, **_shape(q, k)
+    shape = _shape(q, k)
+    _forward[(triton.cdiv(rows * length, TOKENS), (n_q + n_kv) // shape["GROUP"])](
+        *(qkv, *norm, cos, sin, q, k, rows * length, n_q, n_kv, eps, width),
+        NORM=q_weight is not None,
+        TOKENS=TOKENS,
+        **shape,
     )
     return q, k
 
@@ -50,107 +60,114 @@ def backward(
     q, k, v = grads
     tokens, n_q, n_kv, size = q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]
     grad = torch.empty_like(qkv)
-    programs = min(tokens, PROGRAMS * torch.cuda.get_device_properties(qkv.device).multi_processor_count)
-    sums = torch.zeros(programs, 2, size, dtype=torch.float32, device=qkv.device)
+    shape = _shape(q, k)
+    of_q, of_k = n_q // shape["GROUP"], n_kv // shape["GROUP"]
+    most = PROGRAMS * torch.cuda.get_device_properties(qkv.device).multi_processor_count
+    programs = min(triton.cdiv(tokens, TOKENS_BACKWARD), most)
+    sums = torch.empty(of_q + of_k, programs, size, dtype=torch.float32, device=qkv.device)
     norm = (qkv, qkv) if q_weight is None or k_weight is None else (q_weight, k_weight)
-    _backward[(programs,)](
+    _backward[(programs, of_q + 2 * of_k)](
         *(q, k, v, qkv, *norm, cos, sin, grad, sums, tokens, n_q, n_kv, eps, qkv.shape[-1]),
-        ROUNDS=triton.cdiv(tokens, programs),
+        ROUNDS=triton.cdiv(tokens, programs * TOKENS_BACKWARD),
         NORM=q_weight is not None,
-        VALUES=triton.next_power_of_2(n_kv * size),
-        **_shape(q, k),
+        TOKENS=TOKENS_BACKWARD,
+        **shape,
     )
-    return grad, sums.sum(0)
+    return grad, torch.stack([sums[:of_q].sum((0, 1)), sums[of_q:].sum((0, 1))])
 
 
 def _shape(q: Tensor, k: Tensor) -> dict[str, int]:
     n_q, n_kv, size = q.shape[2], k.shape[2], q.shape[3]
-    powers = {"HEADS": triton.next_power_of_2(n_q + n_kv), "HALF": triton.next_power_of_2(size // 2)}
-    return {**powers, "SIZE": size, "num_warps": WARPS}
+    # The largest power of two that divides both numbers of heads.
+    group = min(n_q & -n_q, n_kv & -n_kv, MAX_GROUP)
+    return {"GROUP": group, "SIZE": size, "HALF": triton.next_power_of_2(size // 2), "num_warps": WARPS}
 
 
 @triton.jit
 def _forward(
-    qkv, q_weight, k_weight, cos, sin, q, k, n_q, n_kv, eps, width,
-    NORM: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr,
+    qkv, q_weight, k_weight, cos, sin, q, k, tokens, n_q, n_kv, eps, width,
+    NORM: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    head, place = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
-    paired = place < SIZE // 2
-    of_q, of_k = (head < n_q) & paired, (head >= n_q) & (head < n_q + n_kv) & paired
-    at = head * SIZE + place
-    row = qkv + token * width
-    a = tl.load(row + at, mask=of_q | of_k, other=0.0).to(tl.float32)
-    b = tl.load(row + at + SIZE // 2, mask=of_q | of_k, other=0.0).to(tl.float32)
-    c = tl.load(cos + token * SIZE + place, mask=paired, other=0.0)
-    s = tl.load(sin + token * SIZE + SIZE // 2 + place, mask=paired, other=0.0)
+    head = tl.program_id(1) * GROUP
+    if head < n_q:
+        out, weight, step = q + head * SIZE, q_weight, n_q * SIZE
+    else:
+        out, weight, step = k + (head - n_q) * SIZE, k_weight, n_kv * SIZE
+    row, place = tl.arange(0, TOKENS * GROUP)[:, None], tl.arange(0, HALF)[None, :]
+    token = tl.program_id(0).to(tl.int64) * TOKENS + row // GROUP
+    there = (token < tokens) & (place < SIZE // 2)
+    within = (row % GROUP) * SIZE + place
+    source = qkv + token * width + head * SIZE + within
+    a = tl.load(source, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(source + SIZE // 2, mask=there, other=0.0).to(tl.float32)
+    c = tl.load(cos + token * SIZE + place, mask=there, other=0.0)
+    s = tl.load(sin + token * SIZE + SIZE // 2 + place, mask=there, other=0.0)
     if NORM:
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / SIZE + eps)[:, None]
-        a = a * scale * _weights(q_weight, k_weight, of_q, place, paired)
-        b = b * scale * _weights(q_weight + SIZE // 2, k_weight + SIZE // 2, of_q, place, paired)
-    x, y = a * c - b * s, b * c + a * s
-    queries, keys = q + token * n_q * SIZE, k + (token * n_kv - n_q) * SIZE
-    tl.store(queries + at, x, mask=of_q)
-    tl.store(queries + at + SIZE // 2, y, mask=of_q)
-    tl.store(keys + at, x, mask=of_k)
-    tl.store(keys + at + SIZE // 2, y, mask=of_k)
+        a = a * scale * _half(weight, place, SIZE)
+        b = b * scale * _half(weight + SIZE // 2, place, SIZE)
+    to = out + token * step + within
+    tl.store(to, a * c - b * s, mask=there)
+    tl.store(to + SIZE // 2, b * c + a * s, mask=there)
 
 
 @triton.jit
 def _backward(
     dq, dk, dv, qkv, q_weight, k_weight, cos, sin, grad, sums, tokens, n_q, n_kv, eps, width,
-    ROUNDS: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
+    ROUNDS: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    head, place = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
-    paired = place < SIZE // 2
-    is_q, is_k = (head < n_q) & paired, (head >= n_q) & (head < n_q + n_kv) & paired
-    at = head * SIZE + place
-    value = tl.arange(0, VALUES)
-    if NORM:
-        weight_a = _weights(q_weight, k_weight, is_q, place, paired)
-        weight_b = _weights(q_weight + SIZE // 2, k_weight + SIZE // 2, is_q, place, paired)
-        sum_a, sum_b = tl.zeros([HEADS, HALF], tl.float32), tl.zeros([HEADS, HALF], tl.float32)
-    for number in range(ROUNDS):
-        token = (tl.program_id(0) + number * tl.num_programs(0)).to(tl.int64)
-        there = token < tokens
-        of_q, of_k = is_q & there, is_k & there
-        queries, keys = dq + token * n_q * SIZE, dk + (token * n_kv - n_q) * SIZE
-        x = tl.load(queries + at, mask=of_q, other=0.0).to(tl.float32)
-        x += tl.load(keys + at, mask=of_k, other=0.0).to(tl.float32)
-        y = tl.load(queries + at + SIZE // 2, mask=of_q, other=0.0).to(tl.float32)
-        y += tl.load(keys + at + SIZE // 2, mask=of_k, other=0.0).to(tl.float32)
-        c = tl.load(cos + token * SIZE + place, mask=paired & there, other=0.0)
-        s = tl.load(sin + token * SIZE + SIZE // 2 + place, mask=paired & there, other=0.0)
-        a_grad, b_grad = x * c + y * s, y * c - x * s
-        row, out = qkv + token * width, grad + token * width
+    head = tl.program_id(1) * GROUP
+    if head < n_q:
+        source, weight, step = dq + head * SIZE, q_weight, n_q * SIZE
+    elif head < n_q + n_kv:
+        source, weight, step = dk + (head - n_q) * SIZE, k_weight, n_kv * SIZE
+    else:
+        source, weight, step = dv + (head - n_q - n_kv) * SIZE, k_weight, n_kv * SIZE
+    row, place = tl.arange(0, TOKENS * GROUP)[:, None], tl.arange(0, HALF)[None, :]
+    within, paired = (row % GROUP) * SIZE + place, place < SIZE // 2
+    if head < n_q + n_kv:
         if NORM:
-            a = tl.load(row + at, mask=of_q | of_k, other=0.0).to(tl.float32)
-            b = tl.load(row + at + SIZE // 2, mask=of_q | of_k, other=0.0).to(tl.float32)
-            scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / SIZE + eps)[:, None]
-            a, b = a * scale, b * scale
-            sum_a += a_grad * a
-            sum_b += b_grad * b
-            a_grad, b_grad = a_grad * weight_a, b_grad * weight_b
-            mean = ((tl.sum(a_grad * a, 1) + tl.sum(b_grad * b, 1)) / SIZE)[:, None]
-            a_grad, b_grad = scale * (a_grad - a * mean), scale * (b_grad - b * mean)
-        tl.store(out + at, a_grad, mask=of_q | of_k)
-        tl.store(out + at + SIZE // 2, b_grad, mask=of_q | of_k)
-        inside = (value < n_kv * SIZE) & there
-        read = tl.load(dv + token * n_kv * SIZE + value, mask=inside, other=0.0)
-        tl.store(out + (n_q + n_kv) * SIZE + value, read, mask=inside)
-    if NORM:
-        mine = sums + tl.program_id(0) * 2 * SIZE
-        column = tl.arange(0, HALF)
-        half = column < SIZE // 2
-        tl.store(mine + column, tl.sum(tl.where(is_q, sum_a, 0.0), 0), mask=half)
-        tl.store(mine + SIZE // 2 + column, tl.sum(tl.where(is_q, sum_b, 0.0), 0), mask=half)
-        tl.store(mine + SIZE + column, tl.sum(tl.where(is_k, sum_a, 0.0), 0), mask=half)
-        tl.store(mine + SIZE + SIZE // 2 + column, tl.sum(tl.where(is_k, sum_b, 0.0), 0), mask=half)
+            weight_a, weight_b = _half(weight, place, SIZE), _half(weight + SIZE // 2, place, SIZE)
+            sum_a = tl.zeros([TOKENS * GROUP, HALF], tl.float32)
+            sum_b = tl.zeros([TOKENS * GROUP, HALF], tl.float32)
+        for number in range(ROUNDS):
+            token = (tl.program_id(0) + number * tl.num_programs(0)).to(tl.int64) * TOKENS + row // GROUP
+            there = (token < tokens) & paired
+            x = tl.load(source + token * step + within, mask=there, other=0.0).to(tl.float32)
+            y = tl.load(source + token * step + within + SIZE // 2, mask=there, other=0.0).to(tl.float32)
+            c = tl.load(cos + token * SIZE + place, mask=there, other=0.0)
+            s = tl.load(sin + token * SIZE + SIZE // 2 + place, mask=there, other=0.0)
+            a_grad, b_grad = x * c + y * s, y * c - x * s
+            at = token * width + head * SIZE + within
+            if NORM:
+                a = tl.load(qkv + at, mask=there, other=0.0).to(tl.float32)
+                b = tl.load(qkv + at + SIZE // 2, mask=there, other=0.0).to(tl.float32)
+                scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / SIZE + eps)[:, None]
+                a, b = a * scale, b * scale
+                sum_a += a_grad * a
+                sum_b += b_grad * b
+                a_grad, b_grad = a_grad * weight_a, b_grad * weight_b
+                mean = ((tl.sum(a_grad * a, 1) + tl.sum(b_grad * b, 1)) / SIZE)[:, None]
+                a_grad, b_grad = scale * (a_grad - a * mean), scale * (b_grad - b * mean)
+            tl.store(grad + at, a_grad, mask=there)
+            tl.store(grad + at + SIZE // 2, b_grad, mask=there)
+        if NORM:
+            mine = sums + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * SIZE
+            column = tl.arange(0, HALF)
+            tl.store(mine + column, tl.sum(sum_a, 0), mask=column < SIZE // 2)
+            tl.store(mine + SIZE // 2 + column, tl.sum(sum_b, 0), mask=column < SIZE // 2)
+    else:
+        # The gradients of values need no rotation.
+        for number in range(ROUNDS):
+            token = (tl.program_id(0) + number * tl.num_programs(0)).to(tl.int64) * TOKENS + row // GROUP
+            there = (token < tokens) & paired
+            at = token * width + head * SIZE + within
+            for half in tl.static_range(2):
+                part = tl.load(source + token * step + within + half * (SIZE // 2), mask=there, other=0.0)
+                tl.store(grad + at + half * (SIZE // 2), part, mask=there)
 
 
 @triton.jit
-def _weights(q_weight, k_weight, of_q, place, paired):
-    q_part = tl.load(q_weight + place, mask=paired, other=0.0).to(tl.float32)
-    k_part = tl.load(k_weight + place, mask=paired, other=0.0).to(tl.float32)
-    return tl.where(of_q, q_part, k_part)
+def _half(weight, place, SIZE: tl.constexpr):
+    return tl.load(weight + place, mask=place < SIZE // 2, other=0.0).to(tl.float32)
