@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from model_fixtures import SIZES, VOCAB, conversation, inputs, packed, save_qwen, small_gpt
 
+from chatmill.train import flash
 from chatmill.train.attention import attend, block_mask, dense_mask, segment_start
 from chatmill.train.config import LoraSizes
 from chatmill.train.flash import HEAD_SIZES, bounds_of, is_usable
@@ -31,7 +32,7 @@ WIDER = replace(SIZES, head_dim=32, max_positions=512)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_offloaded_activations_give_the_same_gradients_and_free_the_gpu(compiled, monkeypatch):
     # FlashAttention adds up gradients in any order unless deterministic algorithms are on.
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(flash, "are_deterministic_algorithms_enabled", lambda: True)
     batch = Inputs.of(packed(ROWS, 512), "cuda")
     peaks, results = [], []
     for offload in (False, True):

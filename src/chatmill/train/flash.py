@@ -14,7 +14,7 @@ from warnings import warn
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, are_deterministic_algorithms_enabled
 
 PACKAGE = "flash-attn-4"
 GPUS = (9, 10)
@@ -125,16 +125,10 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
     _, backward = _kernels()
-    shared = q.shape[1] == 2 * k.shape[1]
-    if shared:
-        # The kernel would add up the gradients of shared heads in float32 and convert them, which takes longer.
-        k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))
     dq, dk, dv = (part.new_empty(part.shape) for part in (q, k, v))
-    exact = torch.are_deterministic_algorithms_enabled()
+    exact = are_deterministic_algorithms_enabled()
     packed = _packed(at, longest, scale)
     backward(q, k, v, out, grad.contiguous(), lse, **packed, deterministic=exact, dq=dq, dk=dk, dv=dv)
-    if shared:
-        dk, dv = (part.unflatten(1, (-1, 2)).sum(2) for part in (dk, dv))
     return dq, dk, dv
 
 
