@@ -266,7 +266,8 @@ def _training(found: dict[str, Any]) -> list[str]:
             "" if one["wait"] is None else f"{one['wait']:.2%}",
             "" if one["tflops"] is None else f"{one['tflops'] / one['best_tflops']:.0%}",
         ]
-        what = TRAIN_LINES[name].what
+        flash = TRAIN_LINES[name].side == "chatmill" and "flash-attn-4" in one.get("versions", {})
+        what = TRAIN_LINES[name].what + (", FlashAttention 4" if flash else "")
         rows.append([_model(model), what, of.base, of.weights, of.gradients, of.state, of.compute, *figures])
     parts = ["## Training", _wrapped(*said), _markdown([*names, *right], rows, right={*right})]
     compared = [

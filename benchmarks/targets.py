@@ -153,7 +153,15 @@ TARGETS = [
         left="each worker grows from 75 MB to 108 MB while its word caches fill, and the main process from 28 MB "
         "to 41 MB.",
     ),
-    Target("preparing on 16 cores: speedup over two cores", 5, lambda r: r["cores"]["times"]["16"], " times", 1),
+    Target(
+        "preparing on 16 cores: speedup over two cores",
+        5,
+        lambda r: r["cores"]["times"]["16"],
+        " times",
+        1,
+        left="16 cores of an Intel Xeon prepare 500,000 conversations in 2.97 s, and two cores in 12.8 s. Writing takes "
+        "1.7 s, because 16 processes need two rounds for 21 shards. The main process is busy for 0.6 s.",
+    ),
     Target("start-up: `chatmill --help`", 0.15, lambda r: r["startup"]["help_s"], " s", most=True),
     Target(
         "start-up: prepare 100 records with a vocabulary of 128,000",
@@ -238,6 +246,8 @@ TARGETS = [
         lambda r: _gpu(r, "0.6b-own-adamw", "tokens_per_s"),
         " /s",
         0,
+        left="of a step of 250 ms, matrix products take 145 ms at 0.9 of their highest speed, attention 44 ms, and "
+        "elementwise operations 40 ms at most of the memory bandwidth.",
     ),
     Target("training 0.6 B: GPU memory", 60, lambda r: _gpu(r, "0.6b-own-adamw"), " GiB", 1, most=True),
     Target(

@@ -15,6 +15,7 @@ from chatmill.train import attention, flash, hf
 from chatmill.train.attention import attend, dense_mask, segment_start
 from chatmill.train.flash import Bounds, bounds_of, remember_bounds
 from chatmill.train.hf import HFModel
+from chatmill.train.hf_attention import FLASH_TYPES
 
 CHATS = [conversation(length, seed=length) for length in (15, 9, 26, 3, 7, 1)]
 BATCH = packed([CHATS[:3], CHATS[3:]], 53)
@@ -142,7 +143,7 @@ def tiny_lm(kind, **more):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", hf.FLASH_TYPES)
+@pytest.mark.parametrize("kind", FLASH_TYPES)
 def test_every_listed_architecture_has_the_same_states_and_gradients(on_any_device, monkeypatch, kind, checkpointing):
     model = HFModel(tiny_lm(kind))
     if checkpointing:

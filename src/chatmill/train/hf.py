@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from chatmill.errors import DataError, UsageError
 from chatmill.store.layout import TOKENIZER_STATE
-from chatmill.train.attention import MIN_HEAD_SIZE, kernel_options
+from chatmill.train.attention import MIN_HEAD_SIZE
 from chatmill.train.config import LoraSizes
-from chatmill.train.flash import Bounds, bounds_of, flash_attend, is_usable, segment_begins
+from chatmill.train.flash import bounds_of, is_usable, segment_begins
 from chatmill.train.half_weights import HalfLinear, is_half, use_half_weights, widened
+from chatmill.train.hf_attention import FLASH_TYPES, head_size, registered_flash, registered_flex
 from chatmill.train.hf_load import faults_of, load_lm, quiet
 from chatmill.train.loss import LMHead
 from chatmill.train.model import CausalModel, DecodingCache, SavedPart, WeightPrecision, eval_mode, usable_precision
@@ -40,8 +41,6 @@ TOKENIZER_FILES = (
 )
 """Patterns of the tokenizer files that are copied to the folder of a saved model."""
 GENERATION = "generation_config.json"
-FLASH_TYPES = ("granite", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
-"""Model types that pass the boundaries of conversations to their attention function."""
 CLOSE = 1e-3
 """Largest relative difference between logits that is attributed to rounding."""
 
@@ -103,10 +102,10 @@ class HFModel(CausalModel):
 
     def hidden(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
         if self.uses_flash():
-            self._attend_by(_registered_flash())
+            self._attend_by(registered_flash())
             bounds = bounds_of(segments)
             return self._states(x, positions, cu_seq_lens_q=bounds.at, max_length_q=bounds.longest)
-        self._attend_by(_registered_flex() if x.is_cuda and self.uses_flex() else "sdpa")
+        self._attend_by(registered_flex() if x.is_cuda and self.uses_flex() else "sdpa")
         if self.separates:
             return self._states(x, positions)
         index, lengths = _unpacked(segments)
@@ -237,7 +236,7 @@ class HFModel(CausalModel):
         # Configs that have `layer_types` may set `sliding_window` without using it.
         kinds = getattr(config, "layer_types", None)
         slides = getattr(config, "sliding_window", None) if kinds is None else set(kinds) != {"full_attention"}
-        return not slides and is_usable(self.device, _head_size(config), self.compute)
+        return not slides and is_usable(self.device, head_size(config), self.compute)
 
     def uses_flex(self) -> bool:
         """Whether the model can use FlexAttention on a GPU, rather than SDPA with a mask."""
@@ -245,7 +244,7 @@ class HFModel(CausalModel):
             return False
         config = self.lm.config.get_text_config()
         dropout = getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None)
-        return not dropout and _head_size(config) >= MIN_HEAD_SIZE
+        return not dropout and head_size(config) >= MIN_HEAD_SIZE
 
     def _attend_by(self, name: str) -> None:
         if self.lm.config._attn_implementation not in (name, "eager"):
@@ -385,41 +384,3 @@ def _unpacked(segments: Tensor) -> tuple[Tensor, Tensor]:
     lengths = torch.diff(start, append=start.new_tensor([segments.numel()]))
     index = start[:, None] + torch.arange(int(lengths.max()), device=segments.device)
     return index.clamp(max=segments.numel() - 1), lengths
-
-
-def _head_size(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _registered_flash() -> str:
-    """Register FlashAttention 4 as an attention function; return its name in transformers.
-
-    If the name contained `flash`, transformers would look for a package of this name.
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    def attention(
-        module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, *, scaling: float, cu_seq_lens_q: Tensor,
-        max_length_q: int, **kwargs: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        q, k, v = (part.transpose(1, 2).to(v.dtype) for part in (q, k, v))
-        return flash_attend(q, k, v, Bounds(cu_seq_lens_q, max_length_q), scaling), None
-
-    AttentionInterface.register("chatmill_packed", attention)
-    AttentionMaskInterface.register("chatmill_packed", lambda *args, **kwargs: None)
-    return "chatmill_packed"
-
-
-def _registered_flex() -> str:
-    """Register a variant of FlexAttention that accepts mixed dtypes under autocast; return its name in transformers."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.flex_attention import flex_attention_forward
-    from transformers.masking_utils import flex_attention_mask
-
-    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
-        q = q.to(v.dtype)
-        return flex_attention_forward(module, q, k.to(v.dtype), v, *args, kernel_options=kernel_options(q), **kwargs)
-
-    AttentionInterface.register("chatmill_flex", attention)
-    AttentionMaskInterface.register("chatmill_flex", flex_attention_mask)
-    return "chatmill_flex"

@@ -35,10 +35,13 @@ OPTIONAL = {
     "peft": "lora",
     "bitsandbytes": "qlora",
     "torchao": "lowbit",
+    "flash-attn-4": "flash",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
 }
-"""Packages that only some runs require, each with the chatmill extra that installs it."""
+"""Packages that only some runs use, each with the chatmill extra that installs it."""
+MODULES = {"flash-attn-4": "flash_attn"}
+"""Packages whose module has a different name."""
 DRIVER = Path("/proc/driver/nvidia/version")
 SHM = Path("/dev/shm")
 
@@ -75,7 +78,7 @@ def versions() -> Iterator[CheckRow]:
 
 def _version(package: str) -> str | None:
     try:
-        return metadata.version(package) if find_spec(package) is not None else None
+        return metadata.version(package) if find_spec(MODULES.get(package, package)) is not None else None
     except (metadata.PackageNotFoundError, ValueError):
         # Treat a package as missing if it has no pip metadata or its import is blocked.
         return None
