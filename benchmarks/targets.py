@@ -159,8 +159,8 @@ TARGETS = [
         lambda r: r["cores"]["times"]["16"],
         " times",
         1,
-        left="16 cores of an Intel Xeon prepare 500,000 conversations in 2.97 s, and two cores in 12.8 s. Writing takes "
-        "1.7 s, because 16 processes need two rounds for 21 shards. The main process is busy for 0.6 s.",
+        left="16 cores of an Intel Xeon prepare 500,000 conversations in 2.97 s, and two cores in 12.8 s. Writing "
+        "takes 1.7 s, because 16 processes need two rounds for 21 shards. The main process is busy for 0.6 s.",
     ),
     Target("start-up: `chatmill --help`", 0.15, lambda r: r["startup"]["help_s"], " s", most=True),
     Target(
