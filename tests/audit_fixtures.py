@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from chatmill.audit import Audit
+from chatmill.audit import Audit, LogLine, read_log
 from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.load.loader import EpisodeLoader
@@ -105,3 +105,30 @@ def rechained(lines: list[bytes], start: int) -> list[bytes]:
         previous = hashlib.sha256(fixed[number - 1]).hexdigest() if number else "0" * 64
         fixed[number] = fixed[number].rpartition(b" | previous=")[0] + b" | previous=" + previous.encode()
     return fixed
+
+
+def head_of(state: dict[str, Any]) -> dict[str, str]:
+    return {"the checkpoint": state["audit"]["head"]}
+
+
+def actions(log: Path) -> list[str]:
+    return [line.action for line in read_log(log) if isinstance(line, LogLine)]
+
+
+def counted(root: Path, config: dict[str, Any], steps: int) -> dict[str, int]:
+    """Count what each source of a mix contributes to the first `steps` batches, in the unit of `mix_by`."""
+    loader = EpisodeLoader(root, {**SMALL, **config}, tensors=False)
+    stored = {
+        source.name: [source.episodes("train").rows([n]) for n in range(len(source.episodes("train")))]
+        for source in loader.sources
+    }
+    episodes = [(name, rows) for name, found in stored.items() for rows in found]
+    total = dict.fromkeys(stored, 0)
+    for _ in range(steps):
+        batch = loader.get_batch()
+        for number in batch.episode_ids[batch.episode_ids >= 0].tolist():
+            name, rows = episodes[number]
+            kept = min(len(rows.ids), config["block_size"] + 1)
+            trained = rows.mask()[len(rows.ids) - kept :][1:].sum()
+            total[name] += {"rows": 1, "tokens": kept, "trained_tokens": int(trained)}[config["mix_by"]]
+    return total
