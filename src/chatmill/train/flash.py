@@ -1,4 +1,4 @@
-"""FlashAttention 4 over packed rows: `pip install 'chatmill[flash]'`, on Hopper and Blackwell GPUs.
+"""FlashAttention 4 over packed rows: `pip install 'chatmill[flash]'`, on Hopper GPUs.
 
 The kernels get the boundaries of all conversations, so none of their tiles spans two conversations. Compiled layers can
 call `flash_attend`, because the kernels are wrapped in custom torch operators.
@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, are_deterministic_algorithms_enabled
 
+from chatmill.train.loss import moved
+
 PACKAGE = "flash-attn-4"
-GPUS = (9, 10)
-"""Major compute capabilities of the supported GPUs."""
+HOPPER = 9
+"""Major compute capability of the GPUs on which the gradients were compared with those of plain attention."""
 HEAD_SIZES = (32, 64, 96, 128)
 """Head sizes with correct gradients; those of sizes 8, 16, 48 and 80 are wrong in flash-attn-4 4.0.0b36."""
 FEWEST = 128
@@ -39,7 +41,7 @@ def remember_bounds(segments: Tensor, host: Tensor) -> None:
 
     Without this, `bounds_of` would wait for the GPU to learn the number of segments.
     """
-    segments._chatmill_bounds = _bounds(host).to(segments.device, non_blocking=True)
+    segments._chatmill_bounds = moved(_bounds(host), segments.device)
 
 
 def bounds_of(segments: Tensor) -> Bounds:
@@ -63,7 +65,7 @@ def segment_begins(segments: Tensor) -> Tensor:
 
 def is_usable(device: torch.device, head_size: int, dtype: torch.dtype | None) -> bool:
     """Whether FlashAttention 4 is installed, and supports this GPU, head size and precision."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in GPUS:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
         return False
     fits = dtype in (torch.bfloat16, torch.float16) and head_size in HEAD_SIZES
     return fits and _kernels() is not None
