@@ -106,8 +106,8 @@ def main() -> None:
         metavar="FILE",
         help="include training: measure it on this machine, or read results from FILE",
     )
-    parser.add_argument("--input", type=Path, help="use your own conversations: JSON lines with plain text messages")
-    parser.add_argument("--tokenizer", type=Path, help="use your own tokenizer.json, with the ChatML tokens")
+    parser.add_argument("--input", type=Path, help="use your own conversations: JSON lines with plain-text messages")
+    parser.add_argument("--tokenizer", type=Path, help="use your own tokenizer.json, which must have the ChatML tokens")
     args = parser.parse_args()
     for name in ("input", "tokenizer"):
         if (file := getattr(args, name)) and not file.is_file():

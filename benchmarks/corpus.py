@@ -96,7 +96,7 @@ def conversations(count: int, *, seed: int = 0) -> Iterator[dict[str, list[dict[
 
 
 def chat_file(count: int) -> Path:
-    """Return the file of `count` conversations. Create it if it does not exist."""
+    """Return the path of a file with `count` conversations. Create the file if it does not exist."""
     path = DATA / f"chat-{count}.jsonl"
     if not path.exists():
         print(f"making {path.name} …", file=sys.stderr, flush=True)
@@ -136,8 +136,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--conversations", type=int, default=50_000, help="number of conversations to generate if --input is not given"
     )
-    parser.add_argument("--input", type=Path, help="use your own conversations: JSON lines with plain text messages")
-    parser.add_argument("--tokenizer", type=Path, help="use your own tokenizer.json, with the ChatML tokens")
+    parser.add_argument("--input", type=Path, help="use your own conversations: JSON lines with plain-text messages")
+    parser.add_argument("--tokenizer", type=Path, help="use your own tokenizer.json, which must have the ChatML tokens")
 
 
 def chosen(args: argparse.Namespace) -> Data:

@@ -5,8 +5,8 @@
     python benchmarks/load.py --billion                 also a billion episodes, in sparse files
 
 chatmill and the peer load shuffled batches of the same rows, without worker processes. The peer's rows are truncated,
-packed (best fit decreasing) and masked beforehand; chatmill does this while it loads. A batch of chatmill contains x,
-y, loss mask, weights, positions, segments and episode ids. A batch of the peer contains ids and labels, and either the
+packed (best fit decreasing) and masked beforehand; chatmill does this while it loads. chatmill's batches contain x, y,
+the loss mask, weights, positions, segments and episode ids. The peer's batches contain ids and labels, and either the
 attention mask or, for varlen attention, positions and sequence lengths. The benchmark first checks that chatmill and
 the peer produce the same tokens and labels. Memory is measured in separate processes.
 """
@@ -76,7 +76,7 @@ class Shape(NamedTuple):
     block_size: int
     packed: bool
     target: int
-    """Speedup over the peer that is the target."""
+    """Target speedup over the peer."""
     batches: int
     """Number of batches per run."""
 
@@ -104,7 +104,7 @@ def peer_rows(dataset: Path, shape: Shape) -> Any:
     rows = episodes.rows(np.arange(len(episodes)))
     ids, labels = rows.ids.astype(np.int32), np.where(rows.mask(), rows.ids, -100).astype(np.int32)
     kept = np.minimum(rows.lengths, shape.block_size)
-    # chatmill also keeps the last tokens of a row that is too long.
+    # Keep the last tokens of a row that is too long, as chatmill does.
     keep = np.arange(len(ids)) - np.repeat(rows.row_start[1:] - kept, rows.lengths) >= 0
     start = pa.array(offsets(kept), type=pa.int32())
     columns = {"input_ids": ids[keep], "labels": labels[keep]}
@@ -253,7 +253,7 @@ def one_shape(dataset: Path, shape: Shape, runs: int, folder: Path) -> tuple[lis
     loader.close()
     logged.close()
     return [
-        (f"{shape.name}: conversations of the peer that differ from the dataset, of {seen}", f"{differ}"),
+        (f"{shape.name}: the peer's conversations that differ from the dataset, out of {seen}", f"{differ}"),
         ("  chatmill", f"{shown['ours']} per batch, {speed['ours'] / 1e6:.1f} Mtok/s"),
         ("  chatmill with an audit log", f"{shown['logged']} per batch, {speed['logged'] / 1e6:.1f} Mtok/s"),
         ("  datasets with TRL's collator", f"{shown['peer']} per batch, {speed['peer'] / 1e6:.3f} Mtok/s"),
@@ -310,7 +310,7 @@ def billion() -> tuple[list[tuple[str, str]], dict[str, Any]]:
 
 
 def side(name: str, shape: Shape, dataset: Path) -> None:
-    """Load batches of chatmill or of the peer only, to measure memory."""
+    """Load batches with only chatmill or only the peer, to measure memory."""
     draw = EpisodeLoader(dataset, config(shape)).get_batch if name == "chatmill" else None
     draw = draw or peer_batches(peer_rows(dataset, shape), shape, 0)
     for _ in range(shape.batches // (1 if name == "chatmill" else 20)):

@@ -19,7 +19,7 @@ from typing import Any
 
 
 def interleaved(runs: int, **works: Callable[[], object]) -> dict[str, float]:
-    """Return the median seconds of each function. Runs alternate, so that a slowdown affects every function."""
+    """Return the median run time of each function in seconds. Runs alternate, so a slowdown affects every function."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     # Otherwise, the garbage collector would scan objects of one function while another is timed.
     gc.collect()

@@ -41,7 +41,7 @@ def main() -> int:
         "--records",
         type=int,
         default=1_000_000,
-        help="number of records of the smaller build; the larger build has four times as many",
+        help="number of records in the smaller build; the larger build has four times as many",
     )
     parser.add_argument(
         "--peer-records", type=int, default=100_000, help="number of records for the comparison with datatrove"

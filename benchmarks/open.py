@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def chunk(count: int, *, spans: int, longest: int) -> Rows:
-    """Return rows of one conversation each; half of the spans are trained on."""
+    """Return rows of one conversation each; half of the spans are trained."""
     rng = np.random.default_rng(0)
     table = np.zeros(count * spans, dtype=SPAN)
     table["length"] = rng.integers(1, longest + 1, len(table))
@@ -165,7 +165,7 @@ def read(episodes: Episodes) -> dict[str, tuple[float, float]]:
 
 
 def bare_read(store: Path) -> float:
-    """Return the median microseconds to sum 8 tokens and 8 mask bytes at a known offset."""
+    """Return the median time, in microseconds, to sum 8 tokens and 8 mask bytes at a known offset."""
     shard = store / "train" / "shard_00000"
     tokens = np.asarray(np.memmap(shard / "tokens.bin", dtype="<u2", mode="r"))
     mask = np.asarray(np.memmap(shard / "mask.bin", dtype="u1", mode="r"))

@@ -89,9 +89,9 @@ def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
 class Bare:
     """Measure the floor: decoding, encoding and writing, each separately and as fast as its library allows.
 
-    Every run is a forked process. As in the workers of a build, its tokenizer has not encoded anything yet. Each
-    process prepares its own input before the timer starts, because the first access to a shared page causes a page
-    fault.
+    Every run happens in a forked process. As in the workers of a build, its tokenizer has not encoded anything yet.
+    Each process prepares its own input before the timer starts, because the first access to a shared page causes a
+    page fault.
     """
 
     def __init__(self, path: Path, tokenizer: Path, folder: Path, tokens: int) -> None:
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument(
         "--side", choices=("chatmill", *PEERS), help="run only chatmill or this peer, once, to measure its memory"
     )
-    parser.add_argument("--processes", type=int, default=PROCESSES, help="number of processes for the peer of --side")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="number of processes for the peer in --side")
     parser.add_argument("--folder", type=Path, help="output folder for --side")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

@@ -2,8 +2,8 @@
 
     python benchmarks/profiles.py [--conversations N] [--json]
 
-py-spy samples each part in a separate process. Only samples below the part's own function count, which excludes
-start-up.
+py-spy samples each part in a separate process. Only samples below the part's own function are counted, which
+excludes start-up.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     python benchmarks/remote.py --megabytes 100     quicker
 
 `rclone serve s3` serves the dataset behind a proxy that limits the bandwidth. Every run is one shuffled, packed epoch
-in a new process. In cold runs, the cache is empty. The benchmark reports the used share of the bandwidth until the
-first batch, for which a shuffled epoch needs nearly all files, and over the whole epoch. In warm runs, all files are in
-the cache, and the time to load the batches is compared with that of the local dataset. The script exits with 1 if a
-target is missed.
+in a new process. In cold runs, the cache is empty, and the benchmark reports the share of the bandwidth that is used
+until the first batch and over the whole epoch. A shuffled epoch needs nearly all files for its first batch. In warm
+runs, all files are in the cache, and the time to load the batches is compared with that of the local dataset. The
+script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SERVERS = HERE.parent / "tests" / "remote"
 LINK, COLD, WARM = 100, 0.8, 0.95
 KEY, SECRET = "benchmark-key", "benchmark-secret"
 VOCABULARY = 100_000
-"""Such a vocabulary needs ids of four bytes, as with the tokenizers of current models."""
+"""A vocabulary of this size needs four-byte ids, like the vocabularies of current models."""
 ROW_BYTES = 3_437
 """Bytes per generated conversation in the files that batches are read from."""
 EPOCH = """
@@ -74,8 +74,8 @@ def main() -> int:
             f"{results['bytes'] / 1e6:,.0f} MB, no bandwidth limit: download and first batch",
             f"{results['unlimited']:.0f} MB/s",
         ),
-        (f"cold, {args.link:g} MB/s: used share of the link until the first batch", share(results["cold_first"], COLD)),
-        ("cold: used share of the link over the whole epoch", share(results["cold_epoch"], COLD)),
+        (f"cold, {args.link:g} MB/s: share of the link used until the first batch", share(results["cold_first"], COLD)),
+        ("cold: share of the link used over the whole epoch", share(results["cold_epoch"], COLD)),
         ("warm: speed relative to the local loader", share(results["warm"], WARM)),
         ("local epoch, warm epoch, cold epoch", ", ".join(f"{results[name]:.2f} s" for name in SECONDS)),
     ]

@@ -40,7 +40,7 @@ CHATML = (
     "{%- endfor -%}"
 )
 CHUNK = 4096
-"""Texts per call of the bare encoding. 4096 was faster than 1024, 16384 and all texts at once."""
+"""Number of texts per call in the bare encoding. 4096 was faster than 1024, 16384 and all texts at once."""
 
 
 Chunks = Iterator[Rows]
@@ -99,7 +99,7 @@ def peer_of(data: Data, args: argparse.Namespace) -> Any:
 
 
 def peer_rows(peer: Any, records: list[Record]) -> list[Both]:
-    """Return the ids and assistant mask of each conversation, with one call per row, as most users do it."""
+    """Return the ids and assistant mask of each conversation, with one call per row, as most users do."""
     out = []
     for record in records:
         messages = [{"role": message.role, "content": message.content} for message in record.messages]
@@ -198,7 +198,7 @@ def main() -> None:
         + machine(*packages),
         [
             (
-                f"rows with other ids than in transformers, rows with another mask, of {len(few):,}",
+                f"rows whose ids, and rows whose masks, differ from transformers, out of {len(few):,}",
                 f"{differ['ids_differ']}, {differ['masks_differ']}",
             ),
             ("tokens that only one mask includes", str(differ["trained_by_one"])),

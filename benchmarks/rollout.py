@@ -3,8 +3,8 @@ match.
 
     python benchmarks/rollout.py [--runs N] [--targets N] [--json]
 
-The CPU time of the fastest run is reported, because other processes affect it little. The script exits with 1 if the
-target is missed.
+The CPU time of the fastest run is reported, because other processes have little effect on it. The script exits with 1
+if the target is missed.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main() -> int:
 
 
 def fastest(runs: int, **works: Callable[[], object]) -> dict[str, float]:
-    """Return the minimum CPU seconds of each function. Runs alternate, so that a slowdown affects every function."""
+    """Return the minimum CPU time of each function in seconds. Runs alternate, so a slowdown affects every function."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     gc.collect()
     gc.freeze()

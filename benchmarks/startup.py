@@ -3,7 +3,7 @@
     python benchmarks/startup.py              the best of ten runs of each
     python benchmarks/startup.py --runs 3     quicker
 
-The commands are `chatmill --help`, and `chatmill prepare` of 100 records with a vocabulary of 128,000 tokens. `prepare`
+The commands are `chatmill --help`, and `chatmill prepare` on 100 records with a vocabulary of 128,000 tokens. `prepare`
 runs with an empty and with a filled cache of compiled tokenizers. A first run, which is not counted, compiles the
 bytecode.
 """
@@ -58,8 +58,8 @@ def main() -> int:
     lines = [
         ("python -c ''", f"{figures['python_s']:.3f} s"),
         ("chatmill --help", f"{figures['help_s']:.3f} s (target {HELP_S})"),
-        (f"chatmill prepare of {RECORDS} records, empty cache", f"{figures['cold_s']:.3f} s"),
-        (f"chatmill prepare of {RECORDS} records, filled cache", f"{figures['prepare_s']:.3f} s (target {PREPARE_S})"),
+        (f"chatmill prepare on {RECORDS} records, empty cache", f"{figures['cold_s']:.3f} s"),
+        (f"chatmill prepare on {RECORDS} records, filled cache", f"{figures['prepare_s']:.3f} s (target {PREPARE_S})"),
     ]
     title = f"start-up with a vocabulary of {VOCABULARY:,}; {machine('typer', 'numpy')}"
     report(title, lines, figures, as_json=args.json)
@@ -82,7 +82,7 @@ def enlarged(content: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def best(runs: int, command: list[str], cache: Path, *, cold: bool = False) -> float:
-    """Return the seconds of the fastest run of a command, after a run that is not counted."""
+    """Return the time of the fastest run of a command in seconds, after a run that is not counted."""
     environment = os.environ | {"CHATMILL_CACHE_DIR": str(cache)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     taken = []

@@ -186,7 +186,7 @@ TARGETS = [
         " µs",
         0,
         most=True,
-        left="reading tokens and mask takes 16 µs of 100 µs; the rest builds the spans and origins of the row.",
+        left="reading the tokens and the mask takes 16 µs of 100 µs, and building the spans and origins the rest.",
     ),
     Target("batches of (8, 512): speedup over datasets and TRL", 25, lambda r: _shape(r, 0)["times"], " times", 1),
     Target("batches of (16, 4096): speedup over datasets and TRL", 50, lambda r: _shape(r, 1)["times"], " times", 1),
@@ -246,8 +246,8 @@ TARGETS = [
         lambda r: _gpu(r, "0.6b-own-adamw", "tokens_per_s"),
         " /s",
         0,
-        left="of a step of 250 ms, matrix products take 145 ms at 0.9 of their highest speed, attention 44 ms, and "
-        "elementwise operations 40 ms at most of the memory bandwidth.",
+        left="of the 250 ms of a step, matrix products take 145 ms (at 0.9 of their highest speed), attention takes "
+        "44 ms, and elementwise operations take 40 ms (using most of the memory bandwidth).",
     ),
     Target("training 0.6 B: GPU memory", 60, lambda r: _gpu(r, "0.6b-own-adamw"), " GiB", 1, most=True),
     Target(

@@ -68,7 +68,7 @@ class TrainLine:
     compiled: bool = False
     """Whether the peer compiles each layer."""
     liger: Literal["", "loss", "all"] = ""
-    """Whether the peer uses only Liger's fused loss, or all of its kernels."""
+    """Which Liger kernels the peer uses: none, only the fused loss, or all."""
     packed: bool = True
     rows: int = 8
     warmup: int = 3
@@ -76,7 +76,7 @@ class TrainLine:
 
     @property
     def estimate(self) -> float:
-        """Return the approximate seconds on an H200."""
+        """Return the approximate run time on an H200 in seconds."""
         slower = 1.0 if self.side == "chatmill" else 2.2 if self.side == "usual" else 1.4
         return SETUP_S + (self.warmup + self.steps) * STEP_S[self.model] * slower
 
@@ -115,7 +115,7 @@ def peers(model: str, *, of: Precision, then: str, title: str, **more: Any) -> I
 
 
 def full(model: str, **more: Any) -> Iterator[TrainLine]:
-    """Yield the lines of full fine-tuning, with every optimizer, and of the peer at both precisions."""
+    """Yield the lines for full fine-tuning: chatmill with three optimizers, and the peer at both precisions."""
     yield ours(model, own=True, of=MASTERS, then="adamw", title="adamw (float32 masters)", **more)
     yield ours(model, own=True, of=HALF, then="adamw_bf16", optimizer="adamw_bf16", **more)
     yield from peers(model, of=HALF, then="bf16", title="bf16 weights, fused AdamW", **more)

@@ -74,7 +74,7 @@ def main() -> int:
         ("store", f"{args.episodes:,} episodes, {tokens:,} tokens"),
         ("first page after the start, without an index", f"{first_ms:.0f} ms (target {FIRST_PAGE_MS})"),
         ("first page after the start, with an index", f"{again_ms:.0f} ms (target {FIRST_PAGE_MS})"),
-        ("slowest list page while the index was built", f"{max(listed, default=0):.0f} ms"),
+        ("slowest list page while the index was being built", f"{max(listed, default=0):.0f} ms"),
         ("the index", f"{indexed:.0f} s, {size / 1e6:,.0f} MB"),
         *(
             (f"search for {what}", f"{seconds:.2f} s, {'found' if hit else 'none'}")
