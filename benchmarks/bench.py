@@ -171,7 +171,7 @@ def announced(name: str) -> Iterator[None]:
 
 
 def training(files: list[Path], results: Path) -> None:
-    """Store the GPU results in `files`, or measure them here if `files` is empty."""
+    """Store the GPU results that `files` contain. If `files` is empty, measure them on this machine first."""
     if not files:
         files = [results / "train.jsonl"]
         with announced("training"):
