@@ -18,6 +18,7 @@ from chatmill.store.publish import publish, staging_for
 from chatmill.store.write import SplitWriter
 
 PAD = 3
+SMALL = {"batch_size": 4, "block_size": 16, "use_loss_mask": True, "epoch_seed": 3}
 
 
 def write_rows(target: Path, splits: Mapping[str, Rows], *, vocab_size: int = 1000, shard_tokens: int = 120) -> Path:
