@@ -64,7 +64,7 @@ def main() -> int:
     options = argparse.ArgumentParser(description="Packing, compared with TRL and torchtune.")
     options.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options.add_argument("--rows", type=int, default=1_000_000, help="number of lengths to plan")
-    options.add_argument("--runs", type=int, default=7, help="number of runs of chatmill; the median is reported")
+    options.add_argument("--runs", type=int, default=7, help="number of chatmill runs; the median is reported")
     options.add_argument("--side", choices=tuple(SIDES), help="run only this function, once, without output")
     chosen = options.parse_args()
     if chosen.side:

@@ -215,7 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument(
-        "--runs", type=int, default=5, help="number of runs of chatmill before the peer, and again after it"
+        "--runs", type=int, default=5, help="number of chatmill runs before the peer's run, and again after it"
     )
     parser.add_argument("--format", choices=("chatml", "template"), default="chatml")
     parser.add_argument(

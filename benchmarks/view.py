@@ -1,9 +1,9 @@
 """Measure the viewer on a large dataset: `.venv/bin/python benchmarks/view.py [--episodes N] [--folder DIR] [--json]`.
 
 The script generates a dataset of a million conversations: about 1.5 GB in --folder, and as much again for the index. It
-starts `chatmill view` and sends the requests of the viewer's page. It measures the first page while the index is being
-built, and searches once the index is complete. One search looks for a text in one of the last episodes. The script
-exits with 1 if a target is missed.
+starts `chatmill view` and sends the same requests as the viewer's page. It measures the first page while the index is
+being built, and searches once the index is complete. One search looks for text that occurs in one of the last episodes.
+The script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def ask_ms(url: str, path: str) -> float:
 
 
 def first_page(url: str) -> float:
-    """Return the milliseconds for all requests of the first page, sent one by one."""
+    """Return the total time, in milliseconds, of all requests for the first page, sent one by one."""
     return sum(ask_ms(url, path) for path in [*PAGE, "/api/about", "/api/train/episodes?limit=50"])
 
 
@@ -229,7 +229,7 @@ def conversations(
     if planted is not None:
         chosen[user[planted] + 1] = 4
     at = offsets(np.diff(begin)[chosen])
-    # Start of the header, text, end and line end of the user turn, then of the assistant turn.
+    # Offsets of the header, text, end and line end: first of the user turn, then of the assistant turn.
     borders = np.stack(
         [at[user], at[user] + 1, at[close], at[end], at[opener], at[opener + 1], at[last - 2], at[last - 1]]
     )
