@@ -95,11 +95,12 @@ def violations(path: Path, package: Path) -> Iterator[str]:
             target = rest.partition(".")[0] or "__init__"
             if target != part and target not in allowed:
                 shown = f"the package {PACKAGE} itself" if target == "__init__" else target
-                yield f"{place}:{found.line}: {part} imports {shown}; it may import only {listed(allowed)}"
+                may = f"only {listed(allowed)}" if allowed else f"no part of {PACKAGE}"
+                yield f"{place}:{found.line}: {part} imports {shown}; it may import {may}"
         elif top in HEAVY and not found.for_types and part not in heavy_parts(found):
             yield (
-                f"{place}:{found.line}: {part} imports {top}; only {listed(HEAVY_AT_MODULE_LEVEL)} may import it, "
-                f"sft and cli only inside a function, and any part under TYPE_CHECKING"
+                f"{place}:{found.line}: {part} imports {top}; only {listed(HEAVY_AT_MODULE_LEVEL)} may import it at "
+                "module level; sft and cli may import it inside a function, and any part under TYPE_CHECKING"
             )
 
 
@@ -136,7 +137,7 @@ def imports(path: Path, package: Path) -> Iterator[Import]:
 
 
 def listed(names: set[str]) -> str:
-    *head, last = sorted(names) or ["no part of chatmill"]
+    *head, last = sorted(names)
     return f"{', '.join(head)} and {last}" if head else last
 
 

@@ -89,7 +89,7 @@ def first_sentence(command: Any) -> str:
 
 
 def split_default(flag: str, help: str) -> tuple[str, str, str]:
-    """Return a flag, its help text, and its default and limits, which end the help text in brackets."""
+    """Return a flag, its help text, and its default and limits, which are in brackets at the end of the help text."""
     match = re.fullmatch(r"(.*?)(?:\s*\[([^\[\]]*)\])?", help, re.DOTALL)
     text, brackets = (match[1], match[2] or "") if match else (help, "")
     return f"`{flag}`", text, brackets.removeprefix("default: ")

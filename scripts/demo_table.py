@@ -18,7 +18,7 @@ LEAST_QUESTIONS, LEAST_EXACT, LEAST_STOPPED, LEAST_DIFFERENCE = 200, 0.70, 0.99,
 
 
 def table(scores: dict[str, dict[str, Any]]) -> str:
-    lines = [f"{'':<14}{'questions':>10}{'exact':>9}{'stopped':>9}{'loss of answers':>17}"]
+    lines = [f"{'':<14}{'questions':>10}{'exact':>9}{'stopped':>9}{'answer loss':>17}"]
     for name, score in scores.items():
         lines.append(
             f"{name:<14}{score['questions']:>10,}{score['exact_rate']:>9.1%}{score['stop_rate']:>9.1%}"

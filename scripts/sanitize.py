@@ -3,8 +3,8 @@
     python3 scripts/sanitize.py [--rounds N] [--seed N]
 
 Compiles a copy of the C sources in build/sanitize with gcc or clang. Runs `tests/fuzz_compiled.py`, which requires only
-Python, and the tests of the C extensions, which require the packages of `make install`. An invalid access or undefined
-behavior ends the run with a stack trace. Without sanitizers, the script prints a message and exits with 0.
+Python, and the tests of the C extensions, which require the packages of `make install`. An invalid memory access or
+undefined behavior ends the run with a stack trace. Without sanitizers, the script prints a message and exits with 0.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def main() -> int:
         if code := subprocess.run([sys.executable, *run], cwd=BUILD, env=environment, check=False).returncode:
             print(f"sanitize: FAILED on {place} (exit code {code})")
             return 1
-    print(f"sanitize: no invalid access and no undefined operation on {place}")
+    print(f"sanitize: no invalid memory accesses and no undefined behavior on {place}")
     return 0
 
 

@@ -2,8 +2,8 @@
 
     python tests/fuzz_compiled.py FOLDER [ROUNDS] [SEED]
 
-FOLDER contains the compiled modules. `make sanitize` runs this script with modules that abort on every invalid access
-and undefined operation.
+FOLDER contains the compiled modules. `make sanitize` runs this script with modules that abort on every invalid memory
+access and on undefined behavior.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def score(model_or_run: Path, folder: Path) -> Scores:
         objects = target.valid_objects
         of_answer = score_objects(objects, truth.objects)
         total = total.plus(of_answer)
-        # A box that is correct only if it is matched alone duplicates another box.
+        # A box that is correct on its own, but not when all boxes are matched together, duplicates another box.
         alone = sum(score_objects([thing], truth.objects).correct for thing in objects)
         duplicates += alone - of_answer.correct
         valid += answer[-1] == task.eos_id and is_json(task.tokenizer.decode(answer[:-1]))
@@ -214,11 +214,11 @@ def score(model_or_run: Path, folder: Path) -> Scores:
 
 
 def border_agreement(run: Path, folder: Path, border: str) -> dict[str, float]:
-    """Truncate true answers of held-out scenes in the middle, and compare the tokens of their targets with the full
-    answers.
+    """Truncate true answers of held-out scenes in the middle, and compare the tokens of their targets with those
+    of the full answers.
 
-    `same`: share of targets with the tokens of the full answer. `likely`: share of targets in which the first token
-    after the kept prefix is the model's most likely token.
+    `same`: share of targets whose tokens equal those of the full answer. `likely`: share of targets in which the first
+    token after the kept prefix is the model's most likely token.
     """
     task = task_of(folder)
     model = open_model(model_folder(run)).to("cuda" if torch.cuda.is_available() else "cpu")

@@ -82,7 +82,7 @@ def main() -> None:
     run.add_argument("--out", type=Path, required=True, help="folder for all runs and results.jsonl")
     run.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     run.add_argument("--only", nargs="+", choices=ALL, metavar="SETTING")
-    run.add_argument("--shown", action="store_true", help="run the chosen setting and its variants instead of all")
+    run.add_argument("--shown", action="store_true", help="run only the chosen setting and its variants")
     run.add_argument("--processes", type=int, default=1)
     run.add_argument(
         "--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to all settings, such as then=20"

@@ -68,7 +68,7 @@ def test_show_search_ignores_case(run):
     ]
     assert (
         run("show", "v1", "--search", "o", "-n", "1")[1].splitlines()[-1]
-        == "stopped at --limit 1; more of 3 episodes in train match; format primer"
+        == "stopped at --limit 1; more than 1 of 3 episodes in train match; format primer"
     )
     assert run("show", "v1", "--search", "silver")[1] == "0 of 3 episodes in train match; format primer\n"
 

@@ -117,7 +117,7 @@ def test_stdin_is_refused_on_a_cluster(monkeypatch, capsys):
         main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        "chatmill: -: Ray workers cannot read standard input; with --engine ray pass files or URLs\n"
+        "chatmill: -: Ray workers cannot read standard input; with --engine ray, pass files or URLs\n"
     )
 
 

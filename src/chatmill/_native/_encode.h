@@ -101,8 +101,8 @@ typedef struct {
 
 typedef struct {
     ptrdiff_t count;
-    const Text *texts; /* the texts passed to `encode`, or NULL in a call of `encode_columns` */
-    /* The arguments of `encode_columns`: the columns, and the texts before and after each kind. */
+    const Text *texts; /* the texts passed to `encode`, or NULL in a call to `encode_columns` */
+    /* The arguments of `encode_columns`: the columns, and the texts to add before and after a text of each kind. */
     const uint8_t *data, *start, *stop, *kind;
     int64_t size;
     const Text *before, *after;

@@ -46,7 +46,7 @@ def verify(
         list[Path] | None,
         typer.Option(
             metavar="PATH",
-            help="Checkpoint folder or JSON file. The log must contain the head that it stores. May be repeated.",
+            help="Checkpoint folder or JSON file with a head that the log must contain. May be repeated.",
         ),
     ] = None,
     head: Annotated[

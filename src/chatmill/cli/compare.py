@@ -62,11 +62,11 @@ def compare(
 ) -> None:
     """Show where the loss masks of chatmill and TRL differ, and why, with an example of each reason.
 
-    Renders the conversations with the chat template of MODEL twice: with chatmill, and with SFTTrainer of the installed
-    TRL. TRL receives messages, or prompts and completions if the file has them. TRL runs with assistant_only_loss=True,
-    because chatmill also trains only on answers. TRL's default is False; one line of the output shows how many tokens
-    are trained with the default. If TRL cannot mask answers with this template, prints the reason and compares with the
-    default instead.
+    Renders the conversations with the chat template of MODEL twice: with chatmill, and with the SFTTrainer of the
+    installed TRL. TRL receives messages, or prompts and completions if the file has them. TRL runs with
+    assistant_only_loss=True, because chatmill also trains only on answers. TRL's default is False; one line of the
+    output shows how many tokens are trained with the default. If TRL cannot mask answers with this template, prints the
+    reason and compares with the default instead.
 
     chatmill does not truncate rows in this comparison. Neither library predicts the first token of a row, so it counts
     as not trained. Tokens in [brackets] are trained. The exit code is 0 even if records differ, unless --exit-code is

@@ -32,10 +32,10 @@ def diff(
 ) -> None:
     """Show which conversations differ between datasets A and B, and which build settings differ.
 
-    Prints counts and the first few conversations that were added or removed, have other tokens or another loss mask, or
-    moved to another split. Conversations are matched by a hash of their content, so order, shards and packing do not
-    matter. If a conversation occurs several times, each occurrence is matched separately. Uses about 40 bytes of memory
-    per conversation. The exit code is 0 even if datasets differ, unless --exit-code is given.
+    Prints counts and the first few conversations that were added or removed, have different tokens or a different loss
+    mask, or moved to another split. Conversations are matched by a hash of their content, so order, shards and packing
+    do not matter. If a conversation occurs several times, each occurrence is matched separately. Uses about 40 bytes of
+    memory per conversation. The exit code is 0 even if datasets differ, unless --exit-code is given.
 
     \b
     Examples:

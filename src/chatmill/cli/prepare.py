@@ -135,7 +135,7 @@ def prepare_command(
         options = ShapeOptions(columns, response_template, instruction_template)
         job = Job(_sources(inputs, val_file, shape, options), **keys)
     if engine == "ray" and "-" in [name for source in job.sources for name in source.inputs]:
-        raise UsageError("-: Ray workers cannot read standard input; with --engine ray pass files or URLs")
+        raise UsageError("-: Ray workers cannot read standard input; with --engine ray, pass files or URLs")
     chosen = _engine(engine, workers, address)
     flags_of_run = {"overwrite": overwrite, "resume": resume, "as_json": as_json}
     run(job, output, engine=chosen, rejects=rejects, allow_code=allow_code or (), **flags_of_run)

@@ -33,8 +33,8 @@ def reweigh(
     """Copy a dataset with a different loss mask, without tokenizing again.
 
     Token files are hard-linked and take no extra space. Where links are not possible, such as on another file system,
-    they are copied. Either dataset can be removed or replaced without affecting the other. Rows that were truncated or
-    dropped when DIR was prepared are not restored.
+    the files are copied. Either dataset can be removed or replaced without affecting the other. Rows that were
+    truncated or dropped when DIR was prepared are not restored.
 
     \b
     Example:

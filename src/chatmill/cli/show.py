@@ -113,7 +113,9 @@ def _show(
             hits = find(episodes, view.text, search, progress=advance)
             count = _list(view, name, islice(hits, limit), search, console, as_json=as_json)
             has_more = next(hits, None) is not None
-        summary = f"stopped at --limit {limit:,}; more of {of} match" if has_more else f"{count:,} of {of} match"
+        summary = f"{count:,} of {of} match"
+        if has_more:
+            summary = f"stopped at --limit {limit:,}; more than {summary}"
     if not as_json:
         echo_line(summary if (format := view.format_name) is None else f"{summary}; format {format}")
 

@@ -36,7 +36,7 @@ def train(
     output: Annotated[Path, typer.Option("--output", "-o", help="tokenizer.json to write.")],
     *,
     format: Annotated[
-        str, typer.Option(help="Chat format whose control tokens to add: a preset or a .toml file.")
+        str, typer.Option(help="Chat format that defines the control tokens to add: a preset or a .toml file.")
     ] = "chatml",
     read: ReadOptions,
     as_json: AsJson = False,

@@ -51,7 +51,7 @@ def verify(
         for fault in result.faults:
             echo_line(fault)
     else:
-        unknown = " (written by another program, which recorded no hashes and no number of shards)"
+        unknown = " (written by another program, which recorded neither hashes nor the number of shards)"
         hashed = f" (sha256 {result.sha256})" if result.sha256 else unknown
         echo_line(f"OK: {dataset}{hashed}" + (", every byte read" if full else ""))
         for name, counts in result.splits.items():

@@ -60,8 +60,8 @@ class TemplateOptions:
 def resolve_format(name: str | None, tokenizer: str, *, chat_template: str | None = None) -> str:
     """Return the name of the format to use.
 
-    Without `name`, the format is "template" if a chat template is given or in the tokenizer folder, else "chatml". A
-    path to a tokenizer file selects only the tokenizer, not a chat template in the same folder.
+    Without `name`, the format is "template" if a chat template is given or is in the tokenizer folder, else "chatml".
+    A path to a tokenizer file selects only the tokenizer, not a chat template in the same folder.
 
     >>> from chatmill.format import resolve_format
     >>> resolve_format(None, "bytes"), resolve_format("primer", "bytes")

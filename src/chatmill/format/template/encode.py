@@ -212,8 +212,8 @@ class _RowEncoder:
     def _with_text_tokens(self, laid_out: Sequence[LaidOut]) -> tuple[Sequence[LaidOut], NDArray[np.bool_]]:
         """For rows whose texts contain text tokens, use layouts in which each text token has its own cell.
 
-        Also return which rows must be encoded as a whole: a text token spans a boundary, or the tokenizer normalizes
-        text first. Conversations in columns contain no text tokens.
+        Also return which rows must be encoded as a whole, because a text token spans a boundary or the tokenizer
+        normalizes text first. Conversations in columns contain no text tokens.
         """
         whole = np.zeros(len(laid_out), dtype=bool)
         filled = [at for at, one in enumerate(laid_out) if one.slots is not None] if self.text_tokens.ids else []

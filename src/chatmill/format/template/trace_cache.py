@@ -49,7 +49,7 @@ class CachedTrace:
     uses: int = 0
 
     def use(self) -> bool:
-        """Count a use, and return whether to compare the trace with the template: at uses 1, 2, 4, 8, …."""
+        """Count a use, and return whether to compare the trace with the template: on use 1, 2, 4, 8, and so on."""
         self.uses += 1
         return not self.uses & (self.uses - 1)
 
@@ -86,7 +86,7 @@ class TraceCache:
         self._plain.clear()
 
     def follow(self, key: ShapeKey, texts: list[str]) -> tuple[CachedTrace, list[str]] | None:
-        """Return the trace that matches a conversation and the texts for its slots, or None if no trace matches."""
+        """Return the trace that matches a conversation, with the texts for its slots, or None if no trace matches."""
         for trace in self._traces.get(key, ()):
             slots = replay(trace.steps, texts.copy())
             if slots is not None:

@@ -117,8 +117,8 @@ def _tool_header(render: Render, tokens: ControlTokens) -> str:
 
 
 def _opening(header: str, tokens: ControlTokens) -> str:
-    """Return a header from its first control token to the word after its last control token, or "" without control
-    tokens.
+    """Return a header from its first control token to the word after its last control token, or "" if it has no
+    control tokens.
     """
     matches = tokens.find(header)
     if not matches:

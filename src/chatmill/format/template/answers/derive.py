@@ -180,7 +180,7 @@ def _enter_fields(
 
 
 def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: AnswerSpan, prompt_only: str) -> int:
-    """Return the length of the common prefix of `prompt_only` and the answer's own text. Add guards for it."""
+    """Return the length of the common prefix of `prompt_only` and the answer's own text, and add guards for it."""
     place = common = 0
     for piece in pieces:
         begins, place = place, place + len(piece.text)

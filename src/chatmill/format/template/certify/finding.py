@@ -2,7 +2,7 @@
 
 PASS   the template has the property
 WARN   training works, but the template makes an unusual choice or rejects a shape of records
-FAIL   the model would be trained on wrong tokens, or cannot be trained on some
+FAIL   the model would be trained on wrong tokens, or some records cannot be used for training
 SKIP   the property was not checked; the line gives the reason
 """
 
