@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from chatmill.records import Record, read_records
+from chatmill.records import Record, read_records, standard_input
 
 Read = Callable[..., tuple[list[Record], list[str]]]
 
@@ -24,3 +27,28 @@ def read_bytes(tmp_path, monkeypatch) -> Read:
         return records, faults
 
     return read_file
+
+
+@pytest.fixture
+def memory():
+    """The file system of memory:// URLs, empty before and after each test."""
+    import fsspec  # `make sanitize` runs tests of this folder without it.
+
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+    yield fs
+    fs.store.clear()
+
+
+@pytest.fixture
+def pipe(monkeypatch):
+    """`pipe(data, is_terminal=False)` replaces standard input."""
+
+    def give(data: bytes, *, is_terminal: bool = False) -> None:
+        standard_input.remove_standard_input()
+        stdin = SimpleNamespace(buffer=io.BytesIO(data), closed=False, isatty=lambda: is_terminal)
+        monkeypatch.setattr(sys, "stdin", stdin)
+
+    yield give
+    standard_input.remove_standard_input()
