@@ -107,7 +107,7 @@ def prepare(folder: Path, conversations: Sequence[Path], *, megabytes: float) ->
 
 
 def _sources(limit: int) -> Iterator[str]:
-    """Yield Python files of the standard library and of installed packages, sorted by the hashes of their names."""
+    """Yield Python files from the standard library and from installed packages, sorted by the hashes of their names."""
     import hashlib
     import sysconfig
 
