@@ -181,7 +181,7 @@ def test_bad_messages_are_a_value_error_that_names_the_index(messages, line):
 
 
 def test_other_bad_input_is_a_value_error():
-    with pytest.raises(ValueError, match="message 1 has role system; a system message may only be the first"):
+    with pytest.raises(ValueError, match="message 1 has role system; only the first message may be a system message"):
         serialize(chat(("user", "hi"), ("system", "ok")))
     with pytest.raises(ValueError, match="no message has role assistant"):
         render_chat_sft(TOKENIZER, chat(("user", "hi"))["messages"])

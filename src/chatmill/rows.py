@@ -111,7 +111,7 @@ class Rule(IntEnum):
     NOT_ANSWER = 18
     """The message is not an answer. Blocks and formats that train only on answers ignore its `train` and `weight`."""
     SURPLUS = 19
-    """The rollout continues although all true objects were found; its target closes the answer."""
+    """The rollout continues after all true objects have been found; the target closes the answer."""
 
 
 NO_MESSAGE = np.uint32(2**32 - 1)

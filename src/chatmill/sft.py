@@ -77,7 +77,7 @@ def serialize_chat_to_ids(ex: ChatExample, *, tokenizer: TextTokenizer | Any, de
     messages = _messages(ex.get("messages") if isinstance(ex, Mapping) else None)
     for number, message in enumerate(messages):
         if number and message.role == "system":
-            raise DataError(f"message {number} has role system; a system message may only be the first")
+            raise DataError(f"message {number} has role system; only the first message may be a system message")
     format = replace(_preset("ngpt"), default_system=default_system_text)
     ids: list[int] = _rendered(messages, format, tokenizer).ids.tolist()
     return ids

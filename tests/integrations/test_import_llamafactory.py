@@ -181,7 +181,7 @@ def test_a_data_set_that_is_named_must_be_for_sft():
         ("image_max_pixels: 262144", "not on images or audio"),
         ("dataset: chats", '"chats" is not in data/dataset_info.json'),
         ("use_kt: true", "does not support this engine"),
-        ("dataset_dir: elsewhere", "elsewhere/dataset_info.json is not in the current folder or above the config"),
+        ("dataset_dir: elsewhere", "elsewhere/dataset_info.json is not in the current folder or in a parent folder"),
         ("dataset_dir: REMOTE:org/data", "download the data"),
     ],
 )

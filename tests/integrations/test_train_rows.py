@@ -221,7 +221,7 @@ def test_val_has_every_row_once_and_weights_that_make_the_mean_of_batches_the_lo
     monkeypatch.setenv("RANK", "1")
     assert [row["labels"].tolist() for row in val.__getitems__([2, 3])] == [val[at]["labels"].tolist() for at in (2, 3)]
     with pytest.raises(
-        UsageError, match="rank 1 of 2 evaluates 2 rows from row 0; expected batches of 2 rows in order"
+        UsageError, match="rank 1 of 2 evaluates 2 rows, starting at row 0; expected batches of 2 rows in order"
     ):
         val.__getitems__([0, 1])
 

@@ -234,7 +234,7 @@ def test_touching_or_copying_a_file_is_not_a_change(tmp_path):
 def test_a_new_file_of_a_glob_stops_the_build_unless_it_is_the_rejects_file(tmp_path):
     write(tmp_path / "a.jsonl", b"{}\n" + file_of(".jsonl", "old"))
     job = job_of((str(tmp_path / "*.jsonl"),), on_error="skip")
-    with pytest.raises(DataError, match=r"b.jsonl: appeared while the input was read, and matches .*/\*\.jsonl"):
+    with pytest.raises(DataError, match=r"b.jsonl: appeared while the input was being read, and matches .*/\*\.jsonl"):
         prepare_dataset(
             job,
             tmp_path / "x",

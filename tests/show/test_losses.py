@@ -78,7 +78,7 @@ def test_episodes_of_a_mix_are_numbered_as_in_the_dataset(tmp_path):
 
 
 def test_a_run_without_losses_or_on_other_data_and_a_damaged_line_are_refused(shown, tmp_path):
-    with pytest.raises(DataError, match="has no losses per conversation"):
+    with pytest.raises(DataError, match="has no per-conversation losses"):
         run_losses(tmp_path, shown)
     log(tmp_path, 0, (1, [0], [1.0], [1]), sha256="0" * 64)
     with pytest.raises(DataError, match="the run did not train on"):

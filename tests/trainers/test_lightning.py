@@ -302,7 +302,7 @@ def test_the_checkpoint_of_another_dataset_config_or_module_is_refused(small, we
     state = torch.load(checkpoint, weights_only=True)
     del state["EpisodeDataModule"]
     torch.save(state, tmp_path / "other.ckpt")
-    with pytest.raises(UsageError, match=r"other\.ckpt: has no state of EpisodeDataModule"):
+    with pytest.raises(UsageError, match=r"other\.ckpt: does not contain the state of EpisodeDataModule"):
         train(small, UNPACKED, max_steps=4, ckpt_path=tmp_path / "other.ckpt")
 
 

@@ -54,7 +54,7 @@ UNCHANGED = {
 
 
 def training_arguments(rows: TrainRows) -> dict[str, Any]:
-    """Return arguments for `TrainingArguments` with which a trainer reads the rows once, in order.
+    """Return arguments for `TrainingArguments` that make a trainer read the rows once, in order.
 
     Call this on every rank, because the batch size per device depends on the number of ranks.
     """

@@ -110,7 +110,8 @@ class EpisodeDataModule(LightningDataModule):
             raise UsageError(f"the order {order.name} has no epochs; pass max_steps to Trainer")
         if trainer.ckpt_path and self._loaded is None:
             raise UsageError(
-                f"{trainer.ckpt_path}: has no state of {type(self).__qualname__}; resume from another checkpoint"
+                f"{trainer.ckpt_path}: does not contain the state of {type(self).__qualname__}; "
+                "resume from another checkpoint"
             )
         if self._loaded is not None:
             self._check_loaded(self._loaded)
@@ -281,7 +282,7 @@ class TrainBatches:
         return self._num_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state; with this method, Lightning treats the loader as resumable."""
+        """Return an empty state; Lightning treats a loader with this method as resumable."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

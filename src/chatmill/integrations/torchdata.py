@@ -77,7 +77,7 @@ class StatefulBatches(StatefulDataLoader[Any]):
             self.load_state_dict(self.state_dict())
             if self._ended:
                 raise UsageError(
-                    "all epochs were read; loop once, and pass stateful_loader the epochs of the whole run"
+                    "all epochs have been read; loop only once, and pass the total number of epochs to stateful_loader"
                 )
         self._begun = True
         return iter(()) if self._ended else super().__iter__()

@@ -54,8 +54,8 @@ class EpisodeDataLoaderConfig(BaseDataLoader.Config):
 class EpisodeDataLoader(BaseDataLoader):
     """A torchtitan dataloader that returns the batches of an `EpisodeLoader` for one data parallel rank.
 
-    The state can be loaded on another number of ranks. If torchtitan takes an optimizer step after more or fewer rows
-    than `batch_size`, the run stops with an error.
+    The state can be loaded on a different number of ranks. If torchtitan takes an optimizer step after more or fewer
+    rows than `batch_size`, the run stops with an error.
     """
 
     Config = EpisodeDataLoaderConfig

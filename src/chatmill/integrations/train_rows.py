@@ -87,7 +87,7 @@ class TrainRows(Dataset[ModelInputs]):
             self._digests = torch.zeros((batches, 3 + len(self.loader.sources)), dtype=torch.int64).share_memory_()
         self._no_counts = np.zeros(len(self.loader.sources), dtype=np.int64)
         self._world: tuple[int, int] | None = None
-        """The rank and world size of the parent process, in a worker process."""
+        """In a worker process, the rank and world size of the parent process."""
         self._next: int | None = None
         """First row of the batch that is expected next."""
         self._start: int | None = None
@@ -238,8 +238,8 @@ class EvalRows(Dataset[ModelInputs]):
         first, count, (rank, world_size) = int(rows[0]), self.rows.rows_per_batch, self.rows.rank_and_world_size
         if list(rows) != list(range(first, first + count)) or first % (count * world_size) != rank * count:
             raise UsageError(
-                f"rank {rank} of {world_size} evaluates {len(rows)} rows from row {first}; expected batches of {count} "
-                "rows in order, on each rank in turn"
+                f"rank {rank} of {world_size} evaluates {len(rows)} rows, starting at row {first}; expected batches of "
+                f"{count} rows in order, on each rank in turn"
             )
         return self._read(first)
 
@@ -261,7 +261,7 @@ class EvalRows(Dataset[ModelInputs]):
         return model_inputs(batch.batch, self.plan, scale, weights_in_labels=weights_in_labels)
 
     def _scale(self, first: int, size: int) -> float:
-        """Return the weight factor of the batch at row `first`; `size` is the rows per batch on all ranks."""
+        """Return the weight factor of the batch at row `first`; `size` is the batch size over all ranks."""
         if self._scales is None or self._scales[0] != size:
             sums = [trained_weights(self.plan, step, size) for step in self.plan.one_epoch()]
             trained, weights = (np.concatenate(parts) for parts in zip(*sums, strict=True))

@@ -27,7 +27,7 @@ __all__ = ["SFTRows", "TrainRows", "WeightedSFTTrainer", "sft_config", "trainer_
 
 
 def sft_config(rows: TrainRows) -> dict[str, Any]:
-    """Return arguments for `SFTConfig` with which the trainer reads the rows once, in order and unchanged."""
+    """Return arguments for `SFTConfig` that make the trainer read the rows once, in order and unchanged."""
     return {
         **hf.training_arguments(rows),
         "dataset_kwargs": {"skip_prepare_dataset": True},

@@ -320,7 +320,7 @@ class LoadPlan:
         return epoch, before
 
     def steps(self, at: Cursor) -> Iterator[PlannedStep]:
-        """Yield the batches from a cursor on, indefinitely."""
+        """Yield batches indefinitely, starting at a cursor."""
         size = self.config.batch_size
         while True:
             # Fast path: the batch and the next batch are complete and in the same window.

@@ -40,7 +40,7 @@ def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
 
 
 def episode_tokens(source: DataSource, split: str) -> int:
-    """Count the tokens in the episodes of a split, which overlap or leave gaps in some datasets of other programs."""
+    """Count the tokens in all episodes of a split; episodes written by other programs may overlap or leave gaps."""
     episodes = source.episodes(split)
     return int(episodes.lengths.sum()) if source.is_foreign else episodes.num_tokens
 

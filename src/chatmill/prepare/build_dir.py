@@ -106,7 +106,7 @@ def clean_builds(target: Path, *, older_than: float, dry_run: bool) -> CleanedBu
                 counts[is_old] += ObjectCount(len(statuses), sum(status.st_size for status in statuses))
                 if is_old and not dry_run and (left := _remove(folder, kind)):
                     raise DataError(
-                        f"{folder}: {left}; the folder is left from an earlier build; inspect and remove it"
+                        f"{folder}: {left}; the folder is left over from an earlier build; inspect and remove it"
                     )
     return CleanedBuilds(removed=counts[True], young=counts[False])
 
@@ -120,7 +120,7 @@ def _take_over(staging: Path, units: Path, job: bytes, *, resume: bool) -> bool:
     # Remove the shards even when resuming: writing them again from the units is fast and gives the same bytes.
     for folder, kind in ((staging, DATASET), *(() if resumed else ((units, UNITS),))):
         if left := _remove(folder, kind):
-            raise DataError(f"{folder}: {left}; the folder is left from an earlier build; inspect and remove it")
+            raise DataError(f"{folder}: {left}; the folder is left over from an earlier build; inspect and remove it")
     if resumed:
         for part in units.glob(f".*{PART}"):
             files.disk.remove(part)

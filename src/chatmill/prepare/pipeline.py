@@ -178,7 +178,7 @@ def relative_names(paths: Sequence[Place]) -> list[str]:
     """Return file names that do not depend on where the files are.
 
     If all local paths are relative, they are kept; otherwise they become relative to their common parent folder. URLs
-    become relative to theirs, unless there are also local files. Standard input is `-`.
+    become relative to their own common parent, unless there are also local files. Standard input is `-`.
     """
     here = [path for path in paths if isinstance(path, Path) and not is_standard_input(path)]
     urls = [path for path in paths if isinstance(path, Url)]

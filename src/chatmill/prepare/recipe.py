@@ -200,7 +200,7 @@ def _values(config: type[Any], table: Any, where: str, faults: list[str]) -> dic
 
 
 def _held(value: Any, hint: Any) -> Any:
-    """Convert a value to the type in the job, so that the job has the same hash for 1 and 1.0."""
+    """Convert a value to the type of its field in the job, so that 1 and 1.0 give the same hash."""
     if isinstance(value, list):
         return tuple(value)
     if type(value) is int and float in (hint, *get_args(hint)):

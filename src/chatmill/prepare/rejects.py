@@ -52,7 +52,7 @@ class Rejects:
 
     Each line has file, line, id, kind, reason (the error message) and the beginning of the record. The complete file
     appears when the block ends, even if no record is rejected. After an error, it appears only if the input caused the
-    error. The rejects file must not be a file that the command `reads`, nor be inside its `output`. An earlier rejects
+    error. The rejects file must be neither a file that the command `reads` nor inside its `output`. An earlier rejects
     file is replaced only with `overwrite`; other files are never replaced.
     """
 

@@ -56,7 +56,7 @@ def form_of(start: bytes) -> Form | None:
 
 
 def text_form(start: bytes) -> Form | None:
-    """Return the form of printable UTF-8 text, or None."""
+    """Return a `Form` if the bytes are printable UTF-8 text, or None."""
     try:
         text = getincrementaldecoder("utf-8-sig")().decode(start)
     except UnicodeDecodeError:
@@ -65,7 +65,7 @@ def text_form(start: bytes) -> Form | None:
 
 
 def decompressed(raw: io.RawIOBase, compression: str, name: str) -> io.BufferedReader:
-    """Return a reader of the decompressed bytes; `name` is for errors."""
+    """Return a reader for the decompressed bytes; `name` is used in error messages."""
     source = io.BufferedReader(raw, _BUFFER)
     start = source.peek(LOOK)[:LOOK]
     if start and not _begins(start, compression) and (form := form_of(start) or text_form(start)):

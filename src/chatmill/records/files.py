@@ -49,7 +49,7 @@ def expand(inputs: Sequence[str | Place]) -> list[Place]:
 
 
 def refuse_repeated(names: Iterable[str | Place]) -> None:
-    """Reject standard input that is given twice."""
+    """Raise `UsageError` if standard input is given more than once."""
     if sum(str(name) == NAME for name in names) > 1:
         raise UsageError(f"{NAME}: is given twice, but standard input can be read only once; remove one")
 
@@ -182,7 +182,7 @@ def _remote_matches(url: Url) -> list[Place]:
 
 
 def _parts(url: Url) -> list[str]:
-    """Sort objects like files in a folder."""
+    """Return the parts of a URL; sorting by them orders objects like the files in a folder."""
     return str(url).rstrip("/").split("/")
 
 

@@ -84,7 +84,7 @@ class InputFiles:
         doubtful = {path for path, state in now.items() if state != self._states[path] or path in self._fresh}
         for path, read in parts:
             if any(end != self._states[path].size for end in read.ends):
-                raise _changed(path, "changed its size")
+                raise _changed(path, "changed size")
             if path in doubtful and not has_bytes(path, read):
                 raise _changed(path, "was changed")
         if doubtful and not is_planned():
@@ -101,8 +101,8 @@ class InputFiles:
                 for path in expand([name]):
                     if identity(path) not in known:
                         raise DataError(
-                            f"{shown(path)}: appeared while the input was read, and matches {shown(place(name))}; "
-                            "build again when no more files are added"
+                            f"{shown(path)}: appeared while the input was being read, and matches "
+                            f"{shown(place(name))}; build again after all files have been added"
                         )
 
 
@@ -132,11 +132,11 @@ def _state(path: Path) -> _State:
     try:
         status = path.stat()
     except OSError as error:
-        raise _changed(path, f"cannot be opened any more ({error.strerror})") from None
+        raise _changed(path, f"could no longer be opened ({error.strerror})") from None
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{shown(path)}: is a pipe or a device; write its output to a file, and pass the file")
     return _State(status.st_size, status.st_mtime_ns, status.st_ctime_ns, (status.st_dev, status.st_ino))
 
 
 def _changed(path: Place, what: str) -> DataError:
-    return DataError(f"{shown(path)}: {what} while it was being read; build again when no process writes to it")
+    return DataError(f"{shown(path)}: {what} while it was being read; build again when no process is writing to it")

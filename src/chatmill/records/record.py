@@ -19,7 +19,7 @@ _construct = msgspec.StructMeta.__call__
 
 
 class _FromFields(msgspec.StructMeta):
-    """A metaclass: `Message(**fields)` and `Record(**fields)` validate and convert fields like the reader."""
+    """A metaclass: `Message(**fields)` and `Record(**fields)` validate and convert fields as the reader does."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805
         if cls not in (Message, Record):

@@ -30,7 +30,7 @@ ARROW_FILE = b"ARROW1"
 STREAM_END = bytes(4)
 """Last bytes of the Arrow stream format: the end-of-stream marker."""
 NO_MEMORY: dict[str, tuple[type[MemoryError], ...]] = {".parquet": (), ".arrow": (MemoryError,)}
-"""Arrow allocates the sizes stored in a file, so a corrupt file may cause a `MemoryError`."""
+"""Arrow allocates as much memory as a file specifies, so a corrupt file may cause a `MemoryError`."""
 _BUFFER = 1 << 18
 _MAGIC = {".parquet": b"PAR1", ".arrow": ARROW_FILE}
 _NAMES = {".parquet": "Parquet", ".arrow": "Arrow"}

@@ -74,7 +74,7 @@ def _run(task: Callable[[], Any], future: Future[Any]) -> None:
 
 
 def _after_fork() -> None:
-    """In a forked process, the threads do not exist and the lock may be locked forever."""
+    """Reset the state in a forked process, in which the threads do not exist and the lock may stay locked."""
     global _tasks, _started, _waiting, _counting
     _tasks, _started, _waiting, _counting = queue.SimpleQueue(), 0, 0, threading.Lock()
 

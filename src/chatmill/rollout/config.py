@@ -87,7 +87,9 @@ class RolloutLossConfig(Config):
     append_weight: float = key(1.0, "loss weight of appended objects", number(0))
     end_weight: float = key(1.0, "loss weight of the closing brace and EOS", number(0))
     surplus_weight: float = key(
-        0.0, "loss weight of closing the answer where the rollout continues after the last true object", number(0)
+        0.0,
+        "loss weight of the target that closes the answer if the rollout continues after the last true object",
+        number(0),
     )
     sigma: float = key(2.0, "standard deviation of the Gaussian target", ValueCheck("a number above 0", _is_positive))
 

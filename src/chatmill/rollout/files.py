@@ -117,7 +117,7 @@ class RolloutReplay:
         self._logged: dict[tuple[int, int], Rollout] = {}
         for line, rollout in read_rollouts(path):
             if rollout.step is None or rollout.row is None:
-                raise DataError(f"{path}:{line}: the rollout has no step or row; expected rollouts.jsonl of a run")
+                raise DataError(f"{path}:{line}: the rollout has no step or row; expected the rollouts.jsonl of a run")
             self._logged[rollout.step, rollout.row] = rollout
 
     def __call__(

@@ -367,7 +367,7 @@ def _open_model(config: RolloutConfig, task: Task, world: World) -> CausalModel:
     ):
         if trained is not None and trained != given:
             raise UsageError(
-                f"{folder}: the model was trained with a different {what} than in the config; "
+                f"{folder}: the model was trained with a different {what} than the one in the config; "
                 "use the tokenizer, format and add_tokens that the model was trained with"
             )
     compute, adapters = compute_dtype(config.dtype, world.device), config.lora_sizes()

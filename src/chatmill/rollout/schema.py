@@ -48,7 +48,7 @@ class EntryText(NamedTuple):
 
 
 class UnfitError(Exception):
-    """An entry does not fit the schema; entries are counted by `reason`."""
+    """Raised if an entry does not fit the schema; such entries are counted by `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -110,7 +110,9 @@ class Server:
             except (OSError, http.client.HTTPException, _CutError) as error:
                 what, temporary = one_line(str(getattr(error, "reason", error)) or type(error).__name__, 200), True
             except _ReplyError as error:
-                raise self.fault(str(error), f"expected a completion by {one_line(self.model)}{self._advice}") from None
+                raise self.fault(
+                    str(error), f"expected a completion from {one_line(self.model)}{self._advice}"
+                ) from None
             if not temporary or attempt == self.attempts:
                 raise self.fault(f"the server did not answer ({what})", right)
             time.sleep(self.pause * 2 ** (attempt - 1))
@@ -143,7 +145,7 @@ def check_server_url(url: str) -> None:
     except ValueError:
         parts = urlsplit("")
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        what = "the run would store the user name, password or query in the server URL"
+        what = "the server URL contains a user name, password or query, which the run would store"
         raise UsageError(
             f"{what}; remove them, and set server_key_env to the name of the environment variable with the API key"
         )

@@ -4,7 +4,7 @@
     target   {"object_1": {…cat…}, "object_2": {…dog…} , "object_3": {…bird…} } EOS
              kept: context, except matched coordinates  appended: trained
 
-The kept prefix has the tokens of the rollout. If it ends inside a token, shorter tokens replace this token.
+The kept prefix consists of tokens of the rollout. If it ends inside a token, shorter tokens replace this token.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ def _slots(
 
 
 def _aligned(thing: Object, true: Object) -> list[int] | None:
-    """Return the true coordinates in the order of the prediction; None if type or number of points differ.
+    """Return the true coordinates in the order of the prediction; None if the type or the number of points differs.
 
     A polygon can start at any corner and run in either direction.
     """

@@ -30,7 +30,7 @@ class PartWeights:
     end: float = 1.0
     """Weight of the closing brace and EOS."""
     surplus: float = 0.0
-    """Weight of closing the answer where the rollout continues after the last true object."""
+    """Weight of the target that closes the answer if the rollout continues after the last true object."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

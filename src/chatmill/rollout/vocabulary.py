@@ -177,7 +177,7 @@ class Vocabulary:
 
     @cached_property
     def _by_bytes(self) -> tuple[dict[bytes, int], int]:
-        """Return the id of each token's bytes, without control tokens, and the length of the longest token."""
+        """Return a dict from token bytes to ids, without control tokens, and the length of the longest token."""
         ids: dict[bytes, int] = {}
         for id, piece in enumerate(self.pieces(range(self._tokenizer.vocab_size))):
             if piece and self._tokenizer.token_id(piece.decode("utf-8", "replace")) != id:

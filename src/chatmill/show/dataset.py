@@ -135,7 +135,7 @@ def open_view(
 ) -> DatasetView:
     """Open a dataset, a cache, or a folder of datasets and caches, with the tokenizer that it was built with.
 
-    `tokenizer` must have the hash that the dataset records; by default, it is searched for next to the dataset.
+    `tokenizer` must have the hash that the dataset records; by default, it is looked up next to the dataset.
     `token_dtype` is passed to `open_dataset`. `sources` are the sources to open in a folder, by default all.
     """
     folder = place(path)

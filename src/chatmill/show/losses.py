@@ -30,7 +30,7 @@ def run_losses(folder: Path, view: DatasetView) -> NDArray[np.float32]:
     """
     paths = sorted((folder / "rows").glob("rank_*.jsonl"))
     if not paths:
-        raise DataError(f"{folder}: has no losses per conversation; train with --log_rows")
+        raise DataError(f"{folder}: has no per-conversation losses; train with --log_rows")
     count = len(view.dataset["train"]) if "train" in view.dataset else 0
     last_step = np.full(count, -1, dtype=np.int64)
     total, weight = np.zeros((2, count))

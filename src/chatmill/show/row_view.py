@@ -240,7 +240,7 @@ def part_name(row: Rows, span: SpanView, text: TokenText) -> str:
 
 
 def _defines_tools(row: Rows, span: SpanView, text: TokenText) -> bool:
-    """Templates write tool definitions before, after or into a message."""
+    """Whether a span has tool definitions, which templates write before, after or inside a message."""
     is_candidate = span.role in (Role.SYSTEM, Role.NONE) or (span.role == Role.USER and span.rule == Rule.HEADER)
     if not is_candidate or span.stop - span.start < 8:
         return False

@@ -70,7 +70,7 @@ def source_record(
     key: Sequence[int],
     folders: Sequence[Path],
 ) -> SourceRecord:
-    """Return the record at a line of a file, which is searched for in these folders."""
+    """Return the record at the given line of a file; the file is looked up in `folders`."""
     raw, records, has_lines = _raw_record(name, line, shape, options, folders)
     wanted = np.array(key, dtype="<u8").tobytes()
     same = wanted in map(record_key, records) if records and any(wanted) else None
@@ -106,7 +106,9 @@ def _file(name: str, folders: Sequence[Path]) -> Path:
     for folder in folders:
         if (path := folder / name).is_file():
             return path
-    raise DataError(f"{name}: not found; start chatmill in the folder of the file, or pass the folder with --records")
+    raise DataError(
+        f"{name}: not found; start chatmill in the folder that contains it, or pass that folder with --records"
+    )
 
 
 def _parsed_line(part: FilePart, line: int, raw: bytes, start: int | None) -> list[Record]:

@@ -226,7 +226,7 @@ class Viewer:
         }
 
     def _loss(self, split: str, number: int) -> float | None:
-        """Return the loss of an episode in the run of `--run`, or None."""
+        """Return the loss of an episode in the run given by `--run`, or None."""
         losses = self.builder.indexes[split].losses
         return None if losses is None or not np.isfinite(losses[number]) else float(losses[number])
 

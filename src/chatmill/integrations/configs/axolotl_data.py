@@ -47,7 +47,7 @@ NOTES = {
 
 @dataclass
 class Layout:
-    """How records are rendered, for all sources of a recipe."""
+    """How the records of all sources in a recipe are rendered."""
 
     kinds: dict[str, str] = field(default_factory=dict)
     """Maps `text`, `chat` and `style` to the config key of the first source of that kind."""

@@ -111,7 +111,7 @@ _GROUPS: dict[str, str] = {
     "do_causal_lm_eval eval_causal_lm_metrics eval_table_size eval_max_new_tokens do_bench_eval "
     "bench_dataset bench_split generate_samples num_generation_samples generation_max_new_tokens "
     "generation_temperature generation_top_p generation_top_k generation_prompt_ratio "
-    "generation_do_sample": "chatmill computes only the loss, and generates eval_samples answers",
+    "generation_do_sample": "the loss is the only metric; eval_samples sets the number of answers to generate",
     "greater_is_better": "chatmill selects the checkpoint with the lowest val loss",
     "save_only_model": "checkpoints also contain the optimizer state, so that a run can resume",
     "save_first_step": "chatmill saves the first checkpoint after save_interval steps",

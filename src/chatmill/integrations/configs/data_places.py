@@ -100,7 +100,7 @@ def take_model(translation: Translation, keys: TheirKeys, name: str, revision: s
                 train={"init_from_model": folder},
             )
         else:
-            translation.faults.append(f"the config has no {name}; give the model folder as --model")
+            translation.faults.append(f"the config has no {name}; pass the model folder with --model")
     else:
         folder, command = _model_folder(translation, model, at)
         note = f"chatmill uses --model instead of {model}" if translation.model is not None else ""

@@ -126,7 +126,7 @@ def _refuse(translation: Translation, keys: TheirKeys) -> None:
         )
     if "compute_environment" in keys and "model_name_or_path" not in keys:
         raise DataError(
-            f"{translation.place}: is an Accelerate config; give the run config, and the number of GPUs as --ranks"
+            f"{translation.place}: is an Accelerate config; pass the run config, and the number of GPUs with --ranks"
         )
     stage = keys.text("stage")
     if stage in STAGES:
@@ -258,5 +258,7 @@ def _find_info(translation: Translation, folder: str | None, run: Place) -> Path
     for each in places:
         if each.is_file():
             return each
-    translation.faults.append(f"{name} is not in the current folder or above the config; also pass the {DATASET_INFO}")
+    translation.faults.append(
+        f"{name} is not in the current folder or in a parent folder of the config; also pass the {DATASET_INFO}"
+    )
     return None

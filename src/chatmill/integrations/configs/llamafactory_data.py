@@ -22,7 +22,7 @@ TAGS = {
     "function_tag": ("", "function_call"),
     "system_tag": ("system", "system"),
 }
-"""Maps each tag of LLaMA-Factory to chatmill's name and to the default of the tag."""
+"""Maps each LLaMA-Factory tag to chatmill's name for it and to its default value."""
 INPUT_NOTE = "unlike LLaMA-Factory, chatmill writes an empty line between instruction and input"
 
 

@@ -152,7 +152,7 @@ class TheirKeys:
         )
 
     def text_or_no(self, name: str) -> str | None:
-        """Remove a key and return its string. YAML reads `no` as false, so return `no` for false."""
+        """Remove a key and return its string value. YAML reads `no` as false, so return `no` for false."""
         value = self.pop(name)
         value = "no" if value is False else value
         return (
@@ -300,7 +300,7 @@ class Translation:
 
 
 def _paths(key: str) -> list[str]:
-    """Return the path of a key and of its parents: `a[0].b` -> `a[0].b`, `a[0]`, `a`."""
+    """Return the paths of a key and its parents: `a[0].b` -> `a[0].b`, `a[0]`, `a`."""
     return [key, *(key[: match.start()] for match in re.finditer(r"[.\[]", key))]
 
 

@@ -46,7 +46,7 @@ def take_saving(translation: Translation, keys: TheirKeys) -> None:
 
 
 def take_evaluation(translation: Translation, keys: TheirKeys, *, default: bool) -> bool:
-    """Read when a run evaluates; return whether it evaluates at all."""
+    """Read how often a run evaluates; return whether it evaluates at all."""
     theirs = next((name for name in ("eval_strategy", "evaluation_strategy") if name in keys), "eval_strategy")
     strategy, steps, often = keys.text_or_no(theirs), keys.number("eval_steps"), keys.number("evals_per_epoch")
     evaluates = default or steps is not None or bool(often) or strategy not in (None, "no")

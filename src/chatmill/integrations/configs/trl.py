@@ -48,7 +48,7 @@ NOTES = HF_NOTES | {
     "model_init_kwargs": "chatmill loads the model with the settings in the model folder",
     "router_aux_loss_coef": "chatmill does not use an auxiliary loss to balance experts; the loss will differ",
     "shuffle_dataset": "chatmill shuffles rows in each epoch; see epoch_shuffle",
-    "dataset_kwargs": "chatmill adds no tokens to those of the chat template",
+    "dataset_kwargs": "chatmill adds no tokens beyond those in the chat template",
     "eos_token": "chatmill finds the end of a turn in the chat template, and adds no tokens",
     "pad_token": "chatmill never trains on padding, so the padding token has no effect",
     "truncation_mode": CUT_AT_THE_END,
@@ -97,7 +97,7 @@ def _refuse(translation: Translation, keys: TheirKeys) -> None:
     if "compute_environment" in keys and "model_name_or_path" not in keys:
         place = translation.place
         raise DataError(
-            f"{place}: is an Accelerate config; give the config of `trl sft`, and the number of GPUs as --ranks"
+            f"{place}: is an Accelerate config; pass the `trl sft` config, and the number of GPUs with --ranks"
         )
     loss = keys.text("loss_type")
     if loss == "dft":
@@ -166,7 +166,7 @@ def _take_mask(translation: Translation, keys: TheirKeys, shapes: set[str], *, i
         note = (
             "TRL trains only on completions" if pairs else "TRL trains on every token unless assistant_only_loss is set"
         )
-        unsure = "" if shapes else "; set use_loss_mask to true if records have prompt and completion"
+        unsure = "" if shapes else "; set use_loss_mask to true if records have a prompt and a completion"
         translation.assume(note + unsure, train={"use_loss_mask": masks})
 
 
@@ -209,7 +209,7 @@ def _take_sources(translation: Translation, keys: TheirKeys, *, evaluates: bool)
 
 
 def _take_entry(translation: Translation, keys: TheirKeys, names: tuple[str, str, str], shapes: set[str]) -> None:
-    """Convert one dataset of a mixture; its fraction becomes `epochs` of the source."""
+    """Convert one dataset of a mixture; its fraction becomes the `epochs` of the source."""
     path, config, fraction = keys.text(names[0]), keys.text(names[1]), keys.number(names[2])
     split, files, folder = keys.text("split"), keys.texts("data_files"), keys.text("data_dir")
     if path is None:
@@ -270,7 +270,9 @@ def _take_named(
         if test is not None:
             translation.take(keys.path("dataset_test_split"), test, other={"only_val": True, "inputs": inputs})
         else:
-            translation.assume(f"TRL evaluates on the test split, so the source {source['name']} is for validation")
+            translation.assume(
+                f"TRL evaluates on the test split, so the source {source['name']} is used for validation"
+            )
     elif test is not None:
         note = (
             "the run does not evaluate" if not evaluates else "add a source with only_val and the files of this split"

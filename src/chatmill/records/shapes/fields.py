@@ -81,7 +81,7 @@ class KeyReader:
         return key in self._values
 
     def child(self, owner: str, path: str, values: Object) -> KeyReader:
-        """Return a reader of a nested object; both readers share the unread keys."""
+        """Return a reader for a nested object; both readers share the unread keys."""
         return KeyReader(owner, self._path + path, values, self._unread)
 
     def finish(self) -> None:
@@ -115,7 +115,7 @@ class KeyReader:
         return value
 
     def optional_text(self, key: str) -> str | None:
-        """Take the string; None if it is null or missing."""
+        """Take the string under `key`; None if it is null or missing."""
         if self.peek(key) is None:
             self.take(key)
             return None
@@ -168,11 +168,11 @@ class KeyReader:
                 self.take(key)
 
     def refuse_masks(self) -> None:
-        """Reject keys with which other trainers select messages."""
+        """Reject keys that other trainers use to select messages."""
         if type(mask := self.peek("mask")) is str and mask.lower() == "user":
             self.take("mask")
         elif type(mask) is str:
-            what = f'{self.owner} has "mask", with which NeMo selects the roles to train on'
+            what = f'{self.owner} has "mask", which NeMo uses to select the roles to train on'
             raise RecordError(what, "expected train: true or false in the messages", kind="keys")
         if self.peek("only_last") is True:
             what = f'{self.owner} has "only_last"'
@@ -264,7 +264,7 @@ def message_list(record: KeyReader, key: str) -> list[Any]:
     """Return the non-empty list of messages under `key`: dicts or `Message` objects."""
     turns = record.required(key)
     if type(turns) is str:
-        what = f"the record has a string as {key} that is not JSON"
+        what = f"the record has {key} as a string that is not JSON"
         turns = json_value(turns, what, "expected a list of messages, or a list as JSON text", kind="type")
     if type(turns) not in (list, tuple):
         raise RecordError(f"the record has {named(turns)} as {key}", "expected a list of messages", kind="type")
@@ -393,7 +393,7 @@ def reasoning(turn: KeyReader, role: Role) -> str:
 
 
 def json_value(value: Any, what: str, right: str, *, kind: str) -> Any:
-    """Decode a value that may be JSON text; `what` starts the error for invalid JSON."""
+    """Decode a value that may be JSON text; for invalid JSON, the error message starts with `what`."""
     try:
         return decode(value.encode()) if type(value) is str else value
     except RecordError as fault:
