@@ -68,5 +68,5 @@ def test_promises_that_do_not_hold_are_reported(score, lines, tmp_path, capsys, 
     assert demo_table.main() == (1 if lines else 0)
     said = capsys.readouterr()
     assert said.err.splitlines() == lines
-    assert said.out.splitlines()[0].split() == ["questions", "exact", "stopped", "loss", "of", "answers"]
+    assert said.out.splitlines()[0].split() == ["questions", "exact", "stopped", "answer", "loss"]
     assert said.out.splitlines()[2].split() == ["without", "413", "40.0%", "98.5%", "0.5000"]
