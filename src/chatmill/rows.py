@@ -245,7 +245,11 @@ class Rows:
         )
 
     def reweigh(self, train_on: TrainOn) -> Rows:
-        """Return the rows with new weights by role; weights that other rules set do not change."""
+        """Return the rows with new weights by role; weights that other rules set do not change.
+
+        A row keeps the weight of its record if one of its tokens is trained by role. Otherwise the rows do not contain
+        that weight, and it is taken to be 1.
+        """
         spans = joined([self.spans])
         weigh(spans, self.first_span, train_on)
         return Rows(self.ids, spans, self.first_span, self.origins, self.first_segment, self.files)
@@ -316,33 +320,54 @@ def as_bytes(table: Table) -> Table:
     return np.ascontiguousarray(table).view(np.dtype((np.void, table.dtype.itemsize)))
 
 
-def weigh(spans: Table, first_span: Index, train_on: TrainOn) -> None:
+def weigh(
+    spans: Table, first_span: Index, train_on: TrainOn, record_weights: NDArray[np.float32] | None = None
+) -> None:
     """Set the weight of every span with the rule ROLE. Tool results are always context.
+
+    `record_weights` has the weight of each segment's record. By default, it is the weight of the ROLE spans that are
+    trained so far, or 1 if none is.
+    """
+    decided = spans["rule"] == Rule.ROLE
+    factor: NDArray[np.float32] | float = 1.0
+    if record_weights is None and np.any(decided & (spans["weight"] != 0) & (spans["weight"] != 1)):
+        record_weights = weights_by_role(spans, first_span)
+        record_weights[record_weights == 0] = 1
+    if record_weights is not None:
+        factor = np.repeat(record_weights, np.diff(first_span))
+    spans["weight"] = np.where(decided, select(spans, first_span, train_on) * factor, spans["weight"])
+
+
+def select(spans: Table, first_span: Index, train_on: TrainOn) -> NDArray[np.bool_]:
+    """Return which spans `train_on` selects, whatever their rule.
 
     `last` selects the last assistant message of each conversation; `last-exchange` selects all assistant messages after
     the last user message.
     """
-    role, decided = spans["role"], spans["rule"] == Rule.ROLE
-    trained = (role != Role.TOOL) & (role != Role.NONE) if train_on == "all" else role == Role.ASSISTANT
+    role = spans["role"]
+    selected: NDArray[np.bool_] = (role != Role.TOOL) & (role != Role.NONE)
+    if train_on != "all":
+        selected = role == Role.ASSISTANT
     if train_on == "last":
         # The last assistant message counts even if its own flag excludes it. No earlier message replaces it.
-        trained &= spans["message"] == _last_message(spans, first_span, trained)
+        selected &= spans["message"] == _last_message(spans, first_span, selected)
     elif train_on == "last-exchange":
         # Without a user message, `_last_message` returns -1, which selects all messages.
         of_user = (role == Role.USER) & (spans["message"] != NO_MESSAGE)
-        trained &= spans["message"] > _last_message(spans, first_span, of_user)
-    spans["weight"] = np.where(decided, trained * _record_weights(spans, first_span, decided), spans["weight"])
+        selected &= spans["message"] > _last_message(spans, first_span, of_user)
+    return selected
 
 
-def _record_weights(spans: Table, first_span: Index, decided: NDArray[np.bool_]) -> NDArray[np.float32] | float:
-    """For each span, return the largest weight of the ROLE spans in its segment, or 1 if all are 0."""
-    weight = np.where(decided, spans["weight"], np.float32(0))
-    if not np.any((weight != 0) & (weight != 1)):
-        return 1.0
+def weights_by_role(spans: Table, first_span: Index) -> NDArray[np.float32]:
+    """Return the largest weight of the ROLE spans of each segment. This is the weight of its record, or 0 if no ROLE
+    span is trained.
+    """
     counts = np.diff(first_span)
     largest = np.zeros(len(counts), dtype=np.float32)
-    largest[counts > 0] = np.maximum.reduceat(weight, first_span[:-1][counts > 0])
-    return np.repeat(np.where(largest > 0, largest, np.float32(1)), counts)
+    if len(spans):
+        weight = np.where(spans["rule"] == Rule.ROLE, spans["weight"], np.float32(0))
+        largest[counts > 0] = np.maximum.reduceat(weight, first_span[:-1][counts > 0])
+    return largest
 
 
 def _last_message(spans: Table, first_span: Index, chosen: NDArray[np.bool_]) -> Index:

@@ -1,6 +1,7 @@
 """Derive a dataset with a different loss mask: write new spans and masks, and share all other files with the original.
 
-Tokens are not read. Weights set by a flag, a header or truncation are kept; see `rows.weigh`.
+Tokens are not read. Weights set by a flag, a range, a header or truncation are kept, and so are the weights of records;
+see `rows.weigh` and `record_weights`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.errors import DataError, UsageError
+from chatmill.errors import DataError, UsageError, one_line
 from chatmill.ledger import Bucket, Ledger, LedgerEntry
 from chatmill.remote.urls import Place, Url, place
-from chatmill.rows import Index, Part, Table, TrainOn, offsets, weigh
+from chatmill.rows import Index, Part, Role, Rule, Table, TrainOn, offsets, weigh
 from chatmill.store import files
 from chatmill.store.episodes import Episodes
 from chatmill.store.folder import StoredFiles
@@ -29,6 +30,7 @@ from chatmill.store.mapped import reading
 from chatmill.store.metadata import Metadata, ShardInfo, SplitInfo, write_metadata
 from chatmill.store.publish import building
 from chatmill.store.read import Dataset, open_dataset
+from chatmill.store.record_weights import Chunk, RecordWeights, find_record_weights
 from chatmill.store.remote_publish import building_remote
 
 SEGMENTS = 1 << 14
@@ -59,7 +61,8 @@ def reweigh_dataset(
     """Write a dataset with the rows of `source` and another loss mask, and publish it atomically.
 
     All files except spans and masks are hard links to the files of `source`, or copies if links are not possible. Rows
-    that were truncated or dropped in `source` stay truncated or dropped.
+    that were truncated or dropped in `source` stay truncated or dropped. Raise `UsageError` if the new mask needs the
+    weight of a record, and `source` does not contain it.
     """
     dataset = open_dataset(source)
     parent = dataset.metadata
@@ -108,13 +111,37 @@ class _Reweigher:
         self.untrained = LedgerEntry()
         """Number of conversations without trained tokens, and the number of their tokens."""
         self.linked = self.copied = 0
+        self._weights: RecordWeights | None = None
+        self._changes_prompts = _changes_prompts(dataset.metadata, train_on)
 
     def split(self, folder: Path, name: str, info: SplitInfo) -> SplitInfo:
         files.make_folder(folder)
         episodes = self._dataset[name]
+        self._find_weights(episodes)
         numbered = enumerate(info.shards)
         shards = (self._shard(episodes, number, folder / shard_name(number), shard) for number, shard in numbered)
         return SplitInfo(tuple(shards), info.files)
+
+    def _find_weights(self, episodes: Episodes) -> None:
+        """Find the weights of records if the ledger says that records have weights; otherwise all weights are 1."""
+        metadata = self._dataset.metadata
+        if metadata is None or not any(reason == "record_weight" for _, reason, _ in metadata.ledger):
+            return
+
+        def chunks() -> Iterator[Chunk]:
+            return (chunk for number in range(len(episodes.shards)) for chunk in _span_chunks(episodes, number))
+
+        self._weights = find_record_weights(chunks, self._train_on)
+        unknown = self._weights.unknown
+        if len(unknown):
+            first = unknown[np.lexsort((unknown["line"], unknown["file"]))[0]]
+            named = first["file"] < len(episodes.files)
+            record = f"{episodes.files[first['file']].path}:{first['line']}" if named else "a conversation"
+            more = f" (and of {len(unknown) - 1:,} more)" if len(unknown) > 1 else ""
+            raise UsageError(
+                f"{self._dataset.path}: the record weight of {one_line(record, None)}{more} is unknown, because no "
+                f"token of the conversation is trained by role; prepare it with --train-on {self._train_on} instead"
+            )
 
     def _shard(self, episodes: Episodes, number: int, folder: Path, info: ShardInfo) -> ShardInfo:
         files.make_folder(folder)
@@ -122,9 +149,16 @@ class _Reweigher:
         # Write spans first: a folder with spans but without metadata is an unfinished build.
         trained, read = 0, hashlib.sha256()
         with HashedFile(folder / SPANS) as spans, HashedFile(folder / MASK) as mask:
-            for table, first_span in _span_chunks(episodes, number):
+            for stored, first_span, origins in _span_chunks(episodes, number):
+                table = stored.copy()
                 read.update(table.view(np.uint8).data)
-                weigh(table, first_span, self._train_on)
+                if self._changes_prompts and _has_joined_prompt(table):
+                    raise UsageError(
+                        f"{self._dataset.path}: prompts and completions are encoded as one text, so their masks cannot "
+                        f"be changed; prepare it with --train-on {self._train_on} instead"
+                    )
+                weights = None if self._weights is None else self._weights.of(table, first_span, origins)
+                weigh(table, first_span, self._train_on, weights)
                 spans.write(table.view(np.uint8).data)
                 for piece in _mask(table):
                     mask.write(piece.data)
@@ -173,8 +207,8 @@ class _Reweigher:
             self.copied += 1
 
 
-def _span_chunks(episodes: Episodes, number: int) -> Iterator[tuple[Table, Index]]:
-    """Yield copies of the spans in chunks of conversations, with the first span of each conversation."""
+def _span_chunks(episodes: Episodes, number: int) -> Iterator[Chunk]:
+    """Yield the spans in chunks of conversations, with the first span and the origin of each conversation."""
     spans, origins = episodes.array(number, SPANS), episodes.array(number, ORIGINS)
     seen = 0
     for at in range(0, len(origins), SEGMENTS):
@@ -183,7 +217,27 @@ def _span_chunks(episodes: Episodes, number: int) -> Iterator[tuple[Table, Index
         if first[0] != seen or first[-1] > len(spans) or np.any(np.diff(first) < 0):
             raise changed(episodes.shards[number].folder / ORIGINS)
         seen = int(first[-1])
-        yield spans[first[0] : seen].copy(), first - first[0]
+        yield spans[first[0] : seen], first - first[0], origins[at:stop]
+
+
+def _changes_prompts(metadata: Metadata | None, train_on: TrainOn) -> bool:
+    """Whether the mask of prompts in texts without turns changes. Only `all` includes prompts."""
+    if metadata is None or metadata.format.get("name") != "text":
+        return False
+    config = metadata.config
+    sources = [entry for entry in config.get("sources") or () if isinstance(entry, dict)]
+    before = {config.get("train_on")}
+    if "reweighed_from" not in config:
+        before |= {entry.get("train_on") for entry in sources if entry.get("shape") != "text"}
+    return any((each == "all") != (train_on == "all") for each in before)
+
+
+def _has_joined_prompt(table: Table) -> bool:
+    """Whether prompts have the role of their completions, because the tokenizer encodes both as one text. A range then
+    sets the weight of the prompt.
+    """
+    is_range = (table["rule"] == Rule.RANGE) & (table["message"] == 1)
+    return bool(np.any(is_range) and not np.any(table["role"] == Role.USER))
 
 
 def _mask(table: Table) -> Iterator[NDArray[np.uint8]]:

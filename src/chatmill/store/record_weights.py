@@ -1,0 +1,86 @@
+"""Find the record weights of stored conversations.
+
+A dataset has no column for the weight of a record: the weight is in the trained tokens. A conversation whose tokens are
+all context, or are trained only by their own `weight` or `train_ranges`, does not contain it. Rows made by
+`--fit windows` and blocks contain parts of conversations, so another part of the conversation may have the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.rows import ORIGIN, Index, Rule, Table, TrainOn, as_bytes, offsets, select, weights_by_role
+
+Keys = NDArray[np.bytes_]
+Weights = NDArray[np.float32]
+Chunk = tuple[Table, Index, Table]
+"""Spans, the first span of each conversation, and the origins of the conversations."""
+
+
+@dataclass(frozen=True)
+class RecordWeights:
+    """The record weights of conversations that `train_on` trains, but that are not trained by role so far."""
+
+    keys: Keys
+    """The origins of the conversations as bytes, sorted."""
+    weights: Weights
+    """The weights of their records, or NaN where no part of the conversation contains it."""
+
+    @property
+    def unknown(self) -> Table:
+        """The origins of the conversations whose record weight is not in the dataset."""
+        return np.frombuffer(self.keys[np.isnan(self.weights)].tobytes(), dtype=ORIGIN)
+
+    def of(self, spans: Table, first_span: Index, origins: Table) -> Weights:
+        """Return the record weight of each conversation of a chunk; 1 for those that stay context."""
+        weights = weights_by_role(spans, first_span)
+        missing = np.flatnonzero(weights == 0)
+        at, matches = _find(self.keys, _keys(origins[missing]))
+        weights[missing] = 1
+        weights[missing[matches]] = self.weights[at]
+        return weights
+
+
+def find_record_weights(chunks: Callable[[], Iterator[Chunk]], train_on: TrainOn) -> RecordWeights:
+    """Read the chunks once to list the conversations without a record weight, and again to find it in other parts."""
+    missing = [_keys(origins[_is_missing(spans, first, train_on)]) for spans, first, origins in chunks()]
+    keys = np.unique(np.concatenate(missing)) if missing else _keys(np.empty(0, dtype=ORIGIN))
+    lowest, highest = (np.full(len(keys), limit, dtype=np.float32) for limit in (np.inf, 0))
+    for spans, first, origins in chunks() if len(keys) else ():
+        weights = weights_by_role(spans, first)
+        known = np.flatnonzero(weights)
+        at, matches = _find(keys, _keys(origins[known]))
+        np.minimum.at(lowest, at, weights[known[matches]])
+        np.maximum.at(highest, at, weights[known[matches]])
+    return RecordWeights(keys, np.where(lowest == highest, lowest, np.float32(np.nan)))
+
+
+def _is_missing(spans: Table, first_span: Index, train_on: TrainOn) -> NDArray[np.bool_]:
+    """Return which conversations get trained tokens by role, but have none so far."""
+    gains = select(spans, first_span, train_on) & (spans["rule"] == Rule.ROLE)
+    gained = np.diff(offsets(gains)[first_span])
+    missing: NDArray[np.bool_] = (gained > 0) & (weights_by_role(spans, first_span) == 0)
+    return missing
+
+
+def _keys(origins: Table) -> Keys:
+    """Return file, line and hash of each conversation as bytes, which can be sorted and compared."""
+    table = np.empty(len(origins), dtype=ORIGIN)
+    for name in ORIGIN.names or ():
+        table[name] = origins[name]
+    keys: NDArray[Any] = as_bytes(table).view(f"S{ORIGIN.itemsize}")
+    return keys
+
+
+def _find(keys: Keys, wanted: Keys) -> tuple[Index, Index]:
+    """Return the positions in the sorted `keys` of all wanted keys that occur there, and the indexes of the latter."""
+    if not len(keys):
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    matches = np.flatnonzero(keys[at] == wanted)
+    return at[matches], matches
