@@ -76,7 +76,7 @@ def optional(check: ValueCheck) -> ValueCheck:
 SHARE = ValueCheck(
     "a fraction from 0 to 1, such as 0.03 for 3 percent", lambda value: _is_number(value) and 0 <= value <= 1
 )
-BELOW_ONE = ValueCheck("a number from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1)
+BELOW_ONE = ValueCheck("a number of at least 0 and below 1", lambda value: _is_number(value) and 0 <= value < 1)
 SWITCH = ValueCheck("true or false", lambda value: type(value) is bool)
 _OF_TYPE = {
     bool: SWITCH,

@@ -118,7 +118,7 @@ NO_MESSAGE = np.uint32(2**32 - 1)
 """Message index of spans outside the record's messages, such as padding or a default system text."""
 NO_FILE = np.uint32(2**32 - 1)
 LONG = 64
-"""Average piece length, in tokens, from which copying slices is faster than indexing tokens."""
+"""Minimum average piece length, in tokens, at which copying slices is faster than indexing tokens."""
 OWN_ID = np.int32(-1)
 """Target of a span whose tokens are their own labels."""
 

@@ -249,7 +249,7 @@ def test_all_errors_of_settings_and_flags_are_reported_in_one_line(run):
     assert err == (
         "chatmill: chatmill.toml: model.T is 'long'; expected an integer from 2 to 2147483648; "
         "chatmill.toml: training.seed is True; expected an integer from 0 to 2147483648; "
-        "chatmill.toml: data.primer.val_frac is 1; expected a number from 0 to below 1; "
+        "chatmill.toml: data.primer.val_frac is 1; expected a number of at least 0 and below 1; "
         f'chatmill.toml: unknown key "training.sed", unknown key "data.caches" (known: {known}); '
         "--t-max is 1; expected an integer from 2 to 2147483648\n"
     )

@@ -99,5 +99,5 @@ def test_a_missing_file_on_a_web_server_is_one_error_line(web):
         read_records([url])
     assert str(caught.value) == f"{url}: no such file (404); check the URL"
     for name in ("*.jsonl", ""):
-        with pytest.raises(UsageError, match="web servers cannot be listed; give the URL of each file"):
+        with pytest.raises(UsageError, match="files on web servers cannot be listed; pass the URL of each file"):
             read_records([f"{web.endpoint}/ranges/{name}"])

@@ -273,7 +273,7 @@ def test_web_servers_are_read_with_and_without_ranges(web):
                 read(Url(f"{url}-not"))
     with pytest.raises(UsageError, match=r"http:// can only be read"):
         write(Url(f"{web.endpoint}/ranges/x"), b"")
-    with pytest.raises(UsageError, match="web servers cannot be listed; give the URL of each file"):
+    with pytest.raises(UsageError, match="files on web servers cannot be listed; pass the URL of each file"):
         names_below(Url(f"{web.endpoint}/ranges/"))
 
 

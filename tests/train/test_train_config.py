@@ -42,7 +42,7 @@ def test_all_problems_are_reported_together():
         'c.json: unknown key "learning_rat"',
         "grad_clip is -1; expected a number of at least 0",
         'parallel is "tp"; expected "ddp" or "fsdp"',
-        "beta2 is 1; expected a number from 0 to below 1",
+        "beta2 is 1; expected a number of at least 0 and below 1",
         'lora is {"rank": 3}; expected an object with r (an integer of at least 1), alpha (a number of at least 0)',
         "n_layer is 1.5; expected an integer of at least 1",
         "(known: activation_checkpointing,",

@@ -27,7 +27,7 @@ def sha256_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
     """Hash each row with its step, its position in the global batch, and its episodes.
 
     A trained position nearly always has the next token as its label, and weight 1. The hash covers the tokens, one bit
-    per position that tells whether it has a label, and the exceptions: other labels and other weights.
+    for each position (whether the position has a label), and the exceptions: other labels and other weights.
     """
     tokens, labels = batch.x, batch.y
     has_label = labels != IGNORE_INDEX

@@ -303,7 +303,7 @@ class EpisodeLoader(IterableDataset):
         return item.batch
 
     def _work(self, number: int, workers: int) -> Iterator[Batch]:
-        """Yield every `workers`-th batch, because the DataLoader reads its workers in turn."""
+        """Yield every `workers`-th batch, because the DataLoader reads from its workers in turn."""
         if self._listener is not None:
             raise UsageError("a loader with a listener cannot run in DataLoader workers; set num_workers=0")
         plan = self.plan(self.split)

@@ -175,9 +175,11 @@ def _matches(pattern: re.Pattern[str], name: str, record: Record) -> bool:
                 if text
             )
     except _MatchTimeError:
-        what = f"the regular expression of the filter {name} took over {MATCH_SECONDS:g} seconds"
+        what = f"the regular expression of the filter {name} took more than {MATCH_SECONDS:g} seconds"
         fault = RecordError(
-            what, "simplify the regular expression: nested repetitions such as (a+)+ may never end", kind=TIME_LIMIT
+            what,
+            "simplify the regular expression: matching nested repetitions such as (a+)+ may never end",
+            kind=TIME_LIMIT,
         )
         raise fault.at(record.file, record.line, record.id) from None
 
@@ -234,7 +236,7 @@ def check_languages(job: Job) -> None:
     wanted = {code for each in all_filters(job) for code in each.languages}
     if wanted and (unknown := sorted(wanted - set(_identifier().labels))):
         known = ", ".join(sorted(_identifier().labels))
-        raise UsageError(f"the filter languages: {', '.join(map(one_line, unknown))} is not a known code ({known})")
+        raise UsageError(f"the filter languages: unknown codes: {', '.join(map(one_line, unknown))} (known: {known})")
 
 
 def _language_is_of(record: Record, languages: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ from chatmill.remote.urls import place
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """Progress of a build. `done` counts bytes of input in the steps check and render, and tokens in the step write.
+    """Progress of a build. `done` counts input bytes in the steps "check" and "render", and tokens in the step "write".
 
     If a job has several sources, rendering is reported per source: all numbers refer to `source`.
     """

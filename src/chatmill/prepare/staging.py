@@ -36,7 +36,7 @@ MAGIC = b"chatmill rows 5\n"
 PREFIX = len(MAGIC) + 16
 ALIGN = 64
 FIRST_READ = 1 << 16
-"""Size of the first request for an object in bytes; larger than most headers."""
+"""Size, in bytes, of the first request for an object; larger than most headers."""
 PART = ".part"
 """Suffix of an incomplete file."""
 

@@ -18,7 +18,7 @@ CHUNK = 1024
 def transcript_lines(
     records: Iterable[Record], renderer: TurnRenderer, context_length: int, ledger: Ledger
 ) -> Iterator[str]:
-    """Yield one line for each conversation of which at least the first exchange fits."""
+    """Yield one line for each conversation, if at least its first exchange fits."""
     stream = iter(records)
     while chunk := list(islice(stream, CHUNK)):
         rows = renderer.render(chunk)

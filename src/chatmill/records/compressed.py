@@ -26,7 +26,7 @@ MAX_WINDOW = 1 << 27
 """Largest decompression window in bytes, the default limit of the `zstd` command."""
 _BUFFER = 1 << 18
 _FED = 1 << 12
-"""Bytes to pass to zstd at once: few, because four bytes can decompress to 128 KiB."""
+"""Number of bytes to pass to zstd at a time; small, because four bytes can decompress to 128 KiB."""
 
 
 class Form(NamedTuple):

@@ -21,13 +21,13 @@ class Split(NamedTuple):
 
 
 def shuffle_split(count: int, val_frac: float, *, seed: int) -> Split:
-    """Shuffle records 0 to count-1 with `seed`; the first floor(count * val_frac) are for validation.
+    """Shuffle records 0 to count-1 with `seed`; the first floor(count * val_frac) are used for validation.
 
     5 records, 0.4, shuffled to 3 1 0 4 2  ->  val 3 1, train 0 4 2
     The product is a float: 0.29 of 100 is 28.999… and gives 28.
     """
     if not 0 <= val_frac < 1:
-        raise UsageError(f"the validation fraction is {val_frac}; expected a number from 0 to below 1")
+        raise UsageError(f"the validation fraction is {val_frac}; expected a number of at least 0 and below 1")
     if count < 0 or seed < 0:
         # Python's generator treats the seed -1 like 1.
         raise UsageError(f"cannot split {count} records with seed {seed}; expected non-negative numbers")
@@ -38,7 +38,7 @@ def shuffle_split(count: int, val_frac: float, *, seed: int) -> Split:
 
 
 def hash_places(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Map record keys to [0, 1); values below the validation fraction are for validation."""
+    """Map record keys to [0, 1); records with values below the validation fraction are used for validation."""
     # Keep 53 bits, which a float represents exactly.
     return np.asarray((keys >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 

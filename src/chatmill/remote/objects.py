@@ -285,7 +285,7 @@ def check_writable(url: Url) -> None:
 
 def _check_listable(url: Url) -> None:
     if EXTRAS[url.scheme] == "http":
-        raise UsageError(f"{shown(url)}: web servers cannot be listed; give the URL of each file")
+        raise UsageError(f"{shown(url)}: files on web servers cannot be listed; pass the URL of each file")
 
 
 def missing(url: Url) -> MissingObjectError:

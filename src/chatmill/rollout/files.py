@@ -58,7 +58,7 @@ def read_truth(path: str | Path) -> Iterator[GroundTruth]:
             parsed = messages.parse({key: value for key, value in record.items() if key != "objects"})
             if id is None:
                 raise RecordError(
-                    "the record has no id", 'expected "id", by which rollouts refer to the record', kind="id"
+                    "the record has no id", 'expected an "id", which rollouts use to refer to the record', kind="id"
                 )
             if id in seen:
                 raise RecordError(

@@ -33,7 +33,7 @@ class Generator(Protocol):
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0, records: Sequence[Record] = ()
     ) -> list[list[int]]:
-        """Return the token ids of an answer to each prompt. Prompt i is for row `first_row` + i and `records[i]`."""
+        """Return the token ids of one answer per prompt; prompt i belongs to `records[i]` and row `first_row` + i."""
 
 
 @dataclass(frozen=True)

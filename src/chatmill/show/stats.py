@@ -141,7 +141,7 @@ def _add(stats: SplitStats, rows: Rows) -> None:
 
 
 def _add_sources(stats: SplitStats, rows: Rows, trained: Index) -> None:
-    """Count segments by source; padding and empty segments do not count."""
+    """Count segments by source; padding and empty segments are not counted."""
     first, has_spans = rows.first_span[:-1], np.diff(rows.first_span) > 0
     counted = np.zeros(len(rows.origins), dtype=np.bool_)
     counted[has_spans] = rows.spans["part"][first[has_spans]] != Part.PAD

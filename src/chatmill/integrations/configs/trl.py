@@ -103,7 +103,7 @@ def _refuse(translation: Translation, keys: TheirKeys) -> None:
     if loss == "dft":
         translation.none(keys.path("loss_type"), loss, "chatmill uses plain cross entropy; the loss will differ")
     elif loss is not None and loss not in SFT_LOSSES:
-        translation.refuse(keys.path("loss_type"), loss, "chatmill supports only losses for SFT")
+        translation.refuse(keys.path("loss_type"), loss, "chatmill supports only SFT losses")
     elif loss is not None:
         translation.default(keys.path("loss_type"), loss, note="chatmill computes the same cross entropy in chunks")
     for name in PREFERENCE_KEYS:

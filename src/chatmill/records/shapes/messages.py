@@ -94,7 +94,7 @@ def decode_lines(block: bytes) -> list[ParsedRecord] | None:
 def _object_lines(block: bytes) -> int:
     """Return the number of lines if each starts with { and ends with }, else 0.
 
-    Inside a JSON value, a line end never stands between } and {. So if there are as many values as lines, each line is
+    Inside a JSON value, a line end never occurs between } and {. So if there are as many values as lines, each line is
     one value.
     """
     raw = np.frombuffer(block, dtype=np.uint8)

@@ -43,7 +43,7 @@ class TextTemplates:
 
 
 def text(record: Object, templates: TextTemplates | None = None) -> ParsedRecord:
-    """Parse a plain text. Without templates, the loss mask includes the whole text."""
+    """Parse plain text. Without templates, the loss mask includes the whole text."""
 
     def read(record: KeyReader) -> list[Message]:
         text = record.text("text")
