@@ -92,9 +92,9 @@ def build_target(
     """Build the target for one rollout; `objects` are the true objects.
 
     `eos_id` defaults to the end-of-turn token of the tokenizer's chat format, and `stop_ids` to `eos_id`.
-    `train_values` includes the values of appended entries in the loss. `train_cut` also includes the tokens that
-    replace a split token or an unusable rollout. `border` sets how the end of the prefix is tokenized. `weights` sets
-    the loss weight of each kind of token.
+    `train_values` includes the values of appended entries in the loss. `train_cut` does the same for the tokens
+    that replace a split token or an unusable rollout. `border` sets how the end of the prefix is tokenized. `weights`
+    sets the loss weight of each kind of token.
 
     >>> from chatmill import build_target, open_tokenizer
     >>> from chatmill.rollout import COORDINATES
