@@ -99,7 +99,7 @@ def try_pieces(copy: ModuleType, rng: random.Random) -> None:
     if result is None:
         assert target.tolist() == expected
     else:
-        # Valid pieces are rejected only if the target has another length.
+        # Valid pieces are rejected only if the target has a different length.
         assert len(target) != len(expected), result
 
 
@@ -506,4 +506,4 @@ def fuzz(folder: Path, rounds: int, seed: int) -> int:
 
 if __name__ == "__main__":
     folder, rounds, seed = Path(sys.argv[1]), *(int(each) for each in [*sys.argv[2:], "100", "1"][:2])
-    print(f"{fuzz(folder, rounds, seed):,} random and hostile calls of the compiled parts")
+    print(f"{fuzz(folder, rounds, seed):,} random and hostile calls to the compiled modules")

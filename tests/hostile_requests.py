@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 HOST = b"Host: 127.0.0.1\r\n"
 REFUSED = frozenset({400, 403, 404, 405, 421})
-"""Statuses that may answer a hostile request, unless the connection is closed."""
+"""Status codes that are allowed in the response to a hostile request, if the connection is not closed instead."""
 ANSWERED = REFUSED | {200}
 
 

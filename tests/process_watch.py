@@ -1,7 +1,7 @@
 """Find the processes that tests start, check that none is left behind, and end them with a dump of their stacks.
 
 Processes inherit an environment variable with the id of the test process, so they are found even after their parents
-have ended. A process with another environment is found only while its ancestors are alive.
+have ended. A process with a different environment is found only while its ancestors are alive.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An oracle for `train_ranges`: weights of tokens from weights of characters."""
+"""An oracle for `train_ranges`: it computes token weights from character weights."""
 
 from __future__ import annotations
 

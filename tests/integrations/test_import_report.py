@@ -118,8 +118,8 @@ HOSTILE = {
     "bytes": b"\xff\xfe\x00\x01\x02",
     "an infinite number": "learning_rate: 1e999",
     "half a character": 'base_model: "\\ud800"',
-    "a key of another type": "? [1, 2]\n: 3",
-    "a number as key": "1: 2",
+    "a list as a key": "? [1, 2]\n: 3",
+    "a number as a key": "1: 2",
     "many digits": "learning_rate: " + "9" * 5000,
     "large": "# " + "x" * (1 << 20),
 }

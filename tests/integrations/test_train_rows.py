@@ -240,7 +240,7 @@ def test_a_run_starts_and_resumes_at_any_step_and_starts_again(data):
 @pytest.mark.parametrize(
     ("batches", "line"),
     [
-        ([[0, 2, 4, 6]], "rank 0 of 1 reads rows 0 to 6, which are not its next rows of the run"),
+        ([[0, 2, 4, 6]], "rank 0 of 1 reads rows 0 to 6, which are not its next rows in the run"),
         ([[2, 3, 4, 5]], "rank 0 of 1 reads rows 2 to 5, which are not"),
         ([range(4), range(8, 12)], "rank 0 of 1 reads rows 8 to 11, which are not"),
         ([range(4), range(4, 8), range(12, 16), range(20, 24)], "rank 0 of 1 reads rows 20 to 23, which are not"),

@@ -141,7 +141,7 @@ def test_a_random_draw_is_a_pure_function_of_seed_and_position(count, seed, star
 
 def test_random_draws_are_uniform_with_replacement():
     drawn = np.bincount(make_order("random", 100, seed=9).block(0, 0, 100_000), minlength=100)
-    # The statistic is chi squared with 99 degrees of freedom, which exceeds 148 once in a thousand times.
+    # The statistic is chi squared with 99 degrees of freedom, which exceeds 148 about once in a thousand trials.
     assert float(((drawn - 1000) ** 2 / 1000).sum()) < 148
 
 

@@ -40,6 +40,6 @@ def test_no_more_values_are_prefetched_than_requested():
     ahead = Prefetcher(values(), 2)
     assert next(ahead) == 0
     assert enough.wait(30)
-    # One value was consumed, two are in the queue, and the thread waits with one more.
+    # One value was consumed, two are in the queue, and the thread is waiting to add one more.
     assert made == [0, 1, 2, 3]
     ahead.close()

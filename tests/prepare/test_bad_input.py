@@ -267,7 +267,7 @@ def test_all_errors_of_a_recipe_are_reported_in_one_line(place, monkeypatch, cap
 def test_flags_that_belong_in_the_recipe_are_refused(place, monkeypatch, capsys):
     (place / "recipe.toml").write_text('[[source]]\ninputs = ["chat.jsonl"]')
     code, line = refused(monkeypatch, capsys, "recipe.toml -o x --pack 90 --val-split 0.1 --workers 2")
-    assert (code, line) == (2, "--pack, --val-split cannot be used with a recipe; set it in recipe.toml instead")
+    assert (code, line) == (2, "--pack, --val-split cannot be used with a recipe; set them in recipe.toml instead")
 
 
 @pytest.fixture

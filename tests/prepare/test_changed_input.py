@@ -175,7 +175,7 @@ CHANGES: dict[str, tuple[Callable[[Path, bytes], Any], str]] = {
     "shorter": (lambda path, data: write(path, data[:-100]), "shrank from .* to .* bytes"),
     "empty": (lambda path, data: write(path, b""), "shrank from .* to 0 bytes"),
     "gone": (lambda path, data: path.unlink(), "could no longer be opened"),
-    "other line ends": (lambda path, data: write(path, data[1000:] + data[:1000]), "was changed|[0-9]+: invalid"),
+    "moved line ends": (lambda path, data: write(path, data[1000:] + data[:1000]), "was changed|[0-9]+: invalid"),
 }
 
 
@@ -279,7 +279,7 @@ def test_a_read_log_covers_exactly_the_bytes_that_were_read(tmp_path_factory, da
     path.write_bytes(data)
     log = ReadLog()
     with LoggedFile(path, log) as file:
-        # All readers start within the file.
+        # All reads start within the file.
         reads = [(start % (len(data) + 1), count) for start, count in reads]
         for start, count in reads:
             file.seek(start)

@@ -68,7 +68,7 @@ ORIGINAL = ray_engine._run
 
 
 def test_faults_on_workers_are_raised_unchanged_and_leave_no_files(cluster, tmp_path, monkeypatch):
-    """File names in errors are relative to the folder of the command, not to that of the workers."""
+    """File names in errors are relative to the working directory of the command, not to that of the workers."""
     monkeypatch.chdir(tmp_path)
     Path("a.jsonl").write_bytes(lines(conversations(60)) + b"{}\n" + lines(conversations(60)))
     with pytest.raises(RecordError) as error:

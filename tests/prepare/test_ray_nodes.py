@@ -1,7 +1,7 @@
 """A Ray cluster whose nodes share only an object store writes the same bytes as one process.
 
 Each node has its own working, temporary and home folder. An audit hook in every process of a node denies access to the
-folder of the driver.
+driver's folder.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def test_files_with_only_invalid_records_are_left_to_the_reader(read_bytes):
             [{"a": 1, "b\n": 2}],
             f'a.jsonl: cannot detect the shape of records with the keys "a", "b\\n"; {HINT}, {COLUMNS}',
         ),
-        ([{}], f"a.jsonl: cannot detect the shape of records with the keys none; {HINT}, {COLUMNS}"),
+        ([{}], f"a.jsonl: cannot detect the shape of records without keys; {HINT}, {COLUMNS}"),
         (
             [{"question": "a", "answer": "b"}],
             f'a.jsonl: cannot detect the shape of records with the keys "question", "answer"; {HINT}, or map the '

@@ -66,7 +66,7 @@ def test_bytes_are_never_read_as_text(table):
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "image": {"bytes": b"\x89PNG"}}]
     for row, fault in (
         ({"text": b"abc"}, "the record has bytes as text; expected a string"),
-        ({"prompt": "q", "completion": b"a"}, "the record has bytes as completion; expected a text or a list"),
+        ({"prompt": "q", "completion": b"a"}, "the record has bytes as completion; expected a string or a list"),
         ({"messages": turns}, "the record has bytes as messages; expected a list of messages"),
         ({"instruction": "q", "output": b"a"}, "the record has bytes as output; expected a string"),
     ):

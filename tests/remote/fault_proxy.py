@@ -103,7 +103,7 @@ class Throttle:
     """Limits the total bytes per second of all connections: each piece waits until the link is free."""
 
     BURST = 0.02
-    """Burst size after a pause, in seconds of bandwidth, because sleeping is imprecise."""
+    """Seconds of unused bandwidth that may be caught up after a pause, because sleeping is imprecise."""
 
     def __init__(self) -> None:
         self.bandwidth = 0.0

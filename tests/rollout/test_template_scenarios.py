@@ -134,7 +134,7 @@ SCENARIOS = {
     "truncated inside the first object": Scenario('{"object_4": {"desc": "c', "{", 1, (CAT, BIRD)),
     "truncated after a comma": Scenario(FOUND + ",", FOUND, 2, (BIRD,)),
     "text after the answer": Scenario(FOUND + "} Good?␃", FOUND, 2, (BIRD,)),
-    "its own whitespace": Scenario(f"\n {FOUND} ,\n{OTHER}\n}}␃", f"\n {FOUND} ,\n{OTHER}", 3, (BIRD,)),
+    "unusual whitespace": Scenario(f"\n {FOUND} ,\n{OTHER}\n}}␃", f"\n {FOUND} ,\n{OTHER}", 3, (BIRD,)),
     # All text after the end-of-turn token is ignored.
     "an end of turn between objects": Scenario(f"{FOUND}␃, {written(5, BIRD)}}}␃", FOUND, 2, (BIRD,)),
     "a truncated object has the largest key": Scenario(

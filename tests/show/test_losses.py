@@ -24,7 +24,7 @@ def shown(tmp_path_factory):
 
 
 def log(folder, rank: int, *steps: tuple, sha256: str, mix=None, tail: str = "") -> None:
-    """Write steps, given as (step, episodes, losses, weights), in the format of training."""
+    """Write steps, given as (step, episodes, losses, weights), in the format that training writes."""
     data = {"dataset_dir": "elsewhere", "dataset_sha256": sha256, "mix_sft": mix}
     lines = [
         {

@@ -121,7 +121,7 @@ def test_a_dataset_of_another_program_and_an_empty_one_have_a_page(tmp_path):
     page = Page(page_of(open_view(tmp_path / "other")))
     assert "written by another program" in page.text
     assert "⟨3⟩" in page.text
-    assert "1 episodes have no trained token" in page.text
+    assert "1 episode has no trained tokens" in page.text
 
 
 def test_numbers_on_axes_are_short_and_round():

@@ -58,7 +58,7 @@ def test_all_truncated_files_are_reported_together(dataset):
 
 
 def test_a_folder_in_place_of_a_file_is_reported(dataset):
-    """On some file systems, a folder can have the size of the file."""
+    """On some file systems, a folder can have the same size as the file that it replaces."""
     for name in ("train/shard_00000/mask.bin", "dataset_metadata.json"):
         (dataset / name).rename(dataset / "aside")
         (dataset / name).mkdir()

@@ -1,4 +1,4 @@
-/* Split texts into words like `_bpe.c`, without Python, so that the code can be tested on emulated processors too.
+/* Split texts into words as `_bpe.c` does, but without Python, so that the code can be tested on emulated processors.
 
        split_words PATTERN CLASSES < texts > words
 

@@ -53,7 +53,7 @@ def test_the_fast_engine_and_tokenizers_give_equal_ids(name, compiled, texts, tr
 def ids_of_tokenizers(path: Path, texts: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
     content = json.loads(path.read_text())
     for token in content["added_tokens"]:
-        # DeepSeek lists some markers as tokens that are not special, which `tokenizers` would find in the texts.
+        # DeepSeek lists some markers as tokens that are not special; `tokenizers` would find them in the texts.
         token["special"] = True
     peer = tokenizers.Tokenizer.from_str(json.dumps(content))
     peer.encode_special_tokens = True

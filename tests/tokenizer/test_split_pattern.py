@@ -1,8 +1,8 @@
 """Words are split where `tokenizers` splits them, for each pattern, with SSE2 and NEON, on any text.
 
 `split_words.c` is compiled for this processor, and for x86-64 if `gcc-x86-64-linux-gnu` and `qemu-user` are installed.
-The program finds words in two ways, 64 bytes or one word at a time. It exits with an error if they differ, on undefined
-behavior, and on reads past the text.
+The program finds words in two ways, 64 bytes or one word at a time. It exits with an error if the results differ, on
+undefined behavior, and on reads past the text.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def test_estimated_shards_equal_those_that_ranks_hold(first_or_last_of_three):
         held = state_bytes(Stepper(model, world.distribute(model, sharded=True, compute=None), world, run))
         estimate = Estimator(on_gpu=False, vocab_size=VOCAB)(run, ranks=3)
         parts = [estimate.parts[name].size for name in ("weights", "gradients", "optimizer")]
-        # The estimate is for the first rank, which has the most rows of every weight.
+        # The estimate is for the first rank, whose shard of every weight has the most rows.
         assert parts == pytest.approx(held) if world.is_first else all(map(operator.ge, parts, held))
 
 

@@ -31,7 +31,7 @@ JSON = ("config.json", "generation_config.json")
 
 
 def opened(world: World, settings: dict[str, Any], compute: torch.dtype | None = None) -> CausalModel:
-    """Load the model of a config in shards. Before that, its parameters have no memory, except adapters."""
+    """Load the model of a config in shards. Before loading, only adapters have storage."""
     made = open_for_shards(config(parallel="fsdp", **settings), VOCAB, compute=compute, world=world)
     assert made.note is None, made.note
     assert all(each.is_meta or "lora_" in name for name, each in made.model.named_parameters())
@@ -67,7 +67,9 @@ def architectures(tmp_path_factory) -> Path:
 
 
 def test_every_architecture_loads_and_saves_in_shards_like_one_process(architectures, tmp_path):
-    """Weights and buffers equal those of `from_pretrained` bitwise. Saved files equal those of an unsharded model."""
+    """Weights and buffers are bitwise equal to those of `from_pretrained`, and saved files to those of an unsharded
+    model.
+    """
 
     def work(rank: int) -> None:
         sharded_save.SHARD_BYTES = 20_000

@@ -137,7 +137,7 @@ def test_conversations_with_a_loss_that_is_not_finite_are_named(losses, advice):
 # Runs.
 
 SAVED, STEPS, FAULTY = 96, 100, 4 * 97 + 1
-"""The step of a checkpoint, the steps of 4 rows in file order, and the line of an unusual conversation."""
+"""Step of the checkpoint, number of steps (4 rows each, in file order), and line of the unusual conversation."""
 
 
 @pytest.fixture(scope="module")

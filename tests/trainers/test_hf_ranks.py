@@ -69,7 +69,7 @@ def test_the_audit_log_covers_the_rows_of_both_ranks(results, folder):
 def test_wrong_ways_of_reading_are_refused_in_one_line_on_both_ranks(results):
     for rank, result in enumerate(results):
         order = (
-            "which are not its next rows of the run; use a sampler that does not shuffle, and shard the data only once"
+            "which are not its next rows in the run; use a sampler that does not shuffle, and shard the data only once"
         )
         refusals = result["refusals"]
         first = {"sharded twice": rank * 8 + rank, "sharded twice, row by row": 4 + rank * 3}

@@ -129,7 +129,8 @@ def prepare_command(
         of_source = {"shape", "columns", "response_template", "instruction_template", "val_file"}
         of_recipe = [each for each in context.command.params if each.name in {*keys, *of_source}]
         if flags := [each.opts[0] for each in of_recipe if _was_given(context, str(each.name))]:
-            raise UsageError(f"{', '.join(flags)} cannot be used with a recipe; set it in {recipe} instead")
+            them = "it" if len(flags) == 1 else "them"
+            raise UsageError(f"{', '.join(flags)} cannot be used with a recipe; set {them} in {recipe} instead")
         job = load_recipe(inputs[0])
     else:
         options = ShapeOptions(columns, response_template, instruction_template)

@@ -203,7 +203,7 @@ class TrainRows(Dataset[ModelInputs]):
         starts = (first - number * stride) % self.config.batch_size == rank * count and self._start in (None, first)
         if not is_of_rank or not (follows or starts):
             raise UsageError(
-                f"rank {rank} of {world_size} reads rows {rows[0]} to {rows[-1]}, which are not its next rows of the "
+                f"rank {rank} of {world_size} reads rows {rows[0]} to {rows[-1]}, which are not its next rows in the "
                 "run; use a sampler that does not shuffle, and shard the data only once"
             )
         self._start = None if follows else first

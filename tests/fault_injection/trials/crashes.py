@@ -22,7 +22,7 @@ WAYS = {
 
 
 class Known(dict[tuple[tuple[str, bytes], ...], str]):
-    """Hashes of valid datasets, and faults of invalid ones, by content: equal datasets are checked only once."""
+    """The hash or the faults of each dataset, by its content, so that equal datasets are checked only once."""
 
     def of(self, path: Path) -> str:
         key = tuple(contents(path).items())

@@ -156,7 +156,7 @@ def stale(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 FLIPS = Trial(
     "flipped bits, datasets",
-    "Flips one bit of one file of a dataset. `verify --full` must find the flipped bit",
+    "Flips one bit in one file of a dataset. `verify --full` must find the flipped bit",
     flips,
     full=500,
     short=90,

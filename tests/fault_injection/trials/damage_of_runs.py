@@ -125,7 +125,7 @@ def staged_units(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 CHECKPOINTS = Trial(
     "flipped bits, checkpoints",
-    "Flips one bit of one file of a checkpoint. Opening the checkpoint must fail",
+    "Flips one bit in one file of a checkpoint. Opening the checkpoint must fail",
     checkpoints,
     full=200,
     short=20,

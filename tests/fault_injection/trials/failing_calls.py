@@ -310,7 +310,7 @@ def fault_of_runs(place: Path) -> str:
 
 BUILDS = Trial(
     "failing calls, prepare",
-    "Makes each call of open, read, write, fsync, rename, mmap and others in `chatmill prepare` fail or transfer "
+    "Makes each call to open, read, write, fsync, rename, mmap and others in `chatmill prepare` fail or transfer "
     "only half of the bytes. The command must print a one-line error or give the right bytes. The old dataset must "
     "be intact, and the next build must give the right bytes",
     builds,

@@ -197,8 +197,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "hostile checkpoints",
-    "Changes values and files of checkpoints, with matching hashes. The run must resume to the same weights, or be "
-    "refused with a one-line error",
+    "Changes values and files in checkpoints, and makes the hashes match. The run must resume to the same weights, or "
+    "be refused with a one-line error",
     work,
     full=400,
     short=9,

@@ -118,7 +118,7 @@ def kind_by_kind(files: list[Path], rng: random.Random) -> list[Path]:
 
 
 def shard_by_shard(files: list[Path], rng: random.Random) -> list[Path]:
-    """Return the tokenizer files and, for some shards, only the files that other programs write too."""
+    """Return the tokenizer files and, for some shards, only the files that other programs also write."""
     shards = sorted(path.parent for path in files if path.name == "tokens.bin")[: rng.randrange(1, 5)]
     state = [path for path in files if path.name == "tokenizer_state.json"]
     return state + [shard / name for shard in shards for name in PLAIN]
@@ -178,7 +178,7 @@ def descriptors(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 EXCHANGED = Trial(
-    "datasets replaced while read",
+    "datasets replaced while being read",
     "Opens and reads a dataset while another process keeps replacing it. Reading must give the rows of the dataset "
     "that was opened, or a one-line error",
     exchange,
@@ -186,7 +186,7 @@ EXCHANGED = Trial(
     short=60,
 )
 CUT = Trial(
-    "files truncated while read",
+    "files truncated while being read",
     "Truncates a file of a dataset while a loader has it open. The loader must give the right batches, or a "
     "one-line error that names the file",
     cut,

@@ -105,7 +105,7 @@ class AppearsAt(files.Disk):
 
 @contextmanager
 def no_exchange(yes: bool) -> Iterator[None]:
-    """Disable the exchange of two folders if `yes` is true, as on systems without that call."""
+    """Disable the exchange of two folders if `yes` is true, as on systems without that system call."""
     real = files.Disk.exchange
     if yes:
         files.Disk.exchange = lambda self, one, other: False
@@ -175,7 +175,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     for number in range(min(size, len(chosen) * 4)):
         thing, operation = chosen[number % len(chosen)], rng.choice(operations)
         if thing == "a link instead of a listed file" and operation == "remove":
-            # A link that replaces a listed file while the file is removed cannot be distinguished from it.
+            # If a link replaces a listed file while the file is being removed, the two cannot be told apart.
             continue
         survives_a_race(rounds, thing, operation, tally, after=rng.random() < 0.5, exchange=number % 3 != 2)
     for number in range(min(size, len(chosen))):

@@ -83,7 +83,7 @@ def killed(build: Build, rng: random.Random, *flags: str, late: bool) -> bool:
 
 
 def state(build: Build, old: str | None) -> str:
-    # A replacement may have been killed between two renames, which the next command repairs.
+    # A build may have been killed between the two renames of a replacement; the next command repairs this.
     recover(build.target)
     if not build.target.exists():
         return "absent" if old is None else "the old dataset is gone"
@@ -106,7 +106,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         build = replace(first, folder=folder / f"lane-{number_of_lane}")
         build.folder.mkdir()
         for number in range(number_of_lane, size, AT_ONCE):
-            # If a build ended before its kill, expect shorter builds.
+            # If a build ended before it could be killed, expect shorter builds.
             build = replace(build, seconds=build.seconds * (1.005 if one(build, number) else 0.9))
 
     def one(build: Build, number: int) -> bool:

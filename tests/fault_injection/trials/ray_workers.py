@@ -26,7 +26,7 @@ def wait_until(condition: Callable[[], T | None], what: str, seconds: float = 60
         if found := condition():
             return found
         time.sleep(0.02)
-    raise AssertionError(f"timed out while waiting: {what}")
+    raise AssertionError(f"timed out while waiting until {what}")
 
 
 class Log:
@@ -113,7 +113,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
         def kill_one(progress: Any) -> None:
             if not killed:
-                held = wait_until(log.two_that_hold, "two workers process a unit")
+                held = wait_until(log.two_that_hold, "each of two workers processes a unit")
                 pid = rng.choice(sorted(held))
                 killed[pid] = held[pid]
                 os.kill(pid, signal.SIGKILL)

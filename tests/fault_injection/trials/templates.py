@@ -70,7 +70,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
             rows = format.render([TALK])
             rows.check()
             if (text := format.tokenizer.decode(rows.ids.tolist())) != format.text(TALK):
-                raise AssertionError(f"the ids decode to {text!r}, the template renders {format.text(TALK)!r}")
+                raise AssertionError(f"the ids decode to {text!r}, but the template renders {format.text(TALK)!r}")
             return text
 
         ended, what = (
@@ -121,7 +121,7 @@ def escaped(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 ESCAPED = Trial(
     "Python code in a template process",
-    "Runs Python code in a template process, like a template that has escaped from Jinja. System calls that open "
+    "Runs Python code in a template process, as a template that has escaped from Jinja could. System calls that open "
     "files or sockets or start processes must be refused. Memory and time must be limited, and the environment must "
     "be empty",
     escaped,

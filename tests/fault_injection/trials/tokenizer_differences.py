@@ -80,7 +80,7 @@ def files_tried(size: int) -> list[tuple[str, bytes]]:
         files += real
         for name, raw in real:
             cut = json.loads(raw)["pre_tokenizer"]
-            files += [(f"pairs cut as by {name}", tokenizer_of_pairs(cut))]
+            files += [(f"pairs with the split pattern of {name}", tokenizer_of_pairs(cut))]
         for normalizer in ("NFC", "NFD", "NFKC"):
             cut = pre_tokenizer_of(PATTERNS["o200k"])
             files += [(f"o200k, {normalizer}", tokenizer_of_pairs(cut, normalizer=normalizer))]

@@ -97,7 +97,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     assert not (undisturbed.refused or undisturbed.broke), undisturbed
     stood = 0
     for number in range(size):
-        # The run has more steps than all kills allow, so that it does not end before the last kill.
+        # The run has enough steps that it does not end before the last kill.
         after, seconds = rng.randint(1, STEPS_A_KILL), rng.uniform(0, LATER)
         if number % 5 == 4:
             after, seconds = 0, rng.uniform(0, 10 * LATER)

@@ -180,8 +180,8 @@ async def wave(served: Served, requests: list[Hostile], rng: random.Random, tall
 
 async def kept_open(served: Served, begun: list[socket.socket], tally: Tally) -> int:
     """Return how many of these connections are still open after their time limit; wait longer if the viewer is busy."""
-    # The viewer has accepted all connections when it answers this request, and checked its timers when it answers the
-    # next. A connection whose response is still being computed may stay open longer.
+    # When the viewer answers this request, it has accepted all connections; when it answers the next one, it has also
+    # checked its timers. A connection whose response is still being computed may stay open longer.
     await try_good(served, "/", tally)
     while (kept := descriptors(served.pid) - served.descriptors) > 0 and not served.is_stuck():
         for connection in begun:

@@ -27,10 +27,10 @@ class Verdict:
     """`unrenderable`, `no_end`, `mismatch`, `interleaved`, or ""."""
     detail: str = ""
     left_out: bool = False
-    """Whether reasoning is dropped; then the rest may be trained, or the conversation rejected."""
+    """Whether reasoning is dropped. If so, the rest may be trained, or the conversation may be rejected."""
     inner: dict = field(default_factory=dict)
-    """End tokens between the texts of one answer: their stop, where the answer continues after a header, and whether
-    servers stop there.
+    """The end tokens between the texts of each answer, as (stop of the token, position where the answer continues
+    after a header, whether servers stop there).
     """
     loose: dict = field(default_factory=dict)
     """Other valid starts of answers, in the whitespace before them."""
@@ -180,7 +180,7 @@ def judge_answer(reference, messages, number, places, verdict, *, tools) -> None
         before = max((stop for owner in range(number) for _, stop in places.of(owner)), default=0)
         start = min((span[0] for span in others if span[0] > before), default=len(text))
     if any(own[0][0] < span[0] < own[-1][0] for span in others if own):
-        verdict.problem, verdict.detail = "interleaved", f"message {number} goes on behind the text of another"
+        verdict.problem, verdict.detail = "interleaved", f"message {number} continues after the text of another message"
         return
     begin, loose = answer_begin(reference, messages, number, text, before, start, bool(own), tools=tools)
     if begin is None:
@@ -302,12 +302,12 @@ def answer_begin(reference, messages, number, text, before, start, written, *, t
             length = common(text[at:], tail[in_prompt:] if in_prompt >= 0 else least)
             begin = max(at + len(least), reference.border(text, at + length))
     if begin is None and not number and written:
-        # The conversation starts with this answer, so it has no prompt. It may start with the text that opens other
-        # answers.
+        # The conversation starts with this answer, so there is no prompt. The answer may start with the text
+        # that opens other answers.
         opening = len(known.opening) if text[:start].endswith(known.opening) else 0
         return start, start - max(opening, len(text[:start]) - len(text[:start].rstrip()))
     if begin is not None and number and ROLE_WORD.search(text, begin, start) and not known.least:
-        return None, f"the row has a header that its prompt has not: {text[begin:start]!r}"
+        return None, f"the row has a header that its prompt lacks: {text[begin:start]!r}"
     if begin is None:
         return None, f"its prompt ends with {prompt[-80:]!r}"
     return reference.border(text, begin), None

@@ -87,7 +87,7 @@ def compare(
     text = b"".join(tokens[id] for id in ids).decode("utf-8", "replace")
     if text != verdict.text:
         at = max(0, common(text, verdict.text) - 30)
-        return Outcome("wrong", "text", f"{text[at : at + 80]!r} and not {verdict.text[at : at + 80]!r}")
+        return Outcome("wrong", "text", f"{text[at : at + 80]!r}, expected {verdict.text[at : at + 80]!r}")
     masks = [expected_mask(tokens, ids, verdict.text, spans) for spans in verdict.ways()]
     if mask not in masks:
         return Outcome("wrong", "mask", f"trained: {trained}, expected: {tokens.stretches(ids, masks[0])}")
@@ -96,7 +96,7 @@ def compare(
         if theirs != ids:
             at = max(0, next((n for n, pair in enumerate(zip(ids, theirs, strict=False)) if len({*pair}) > 1), 0) - 1)
             shown = [[tokens[id].decode("utf-8", "replace") for id in row[at : at + 5]] for row in (ids, theirs)]
-            return Outcome("ids", "", f"{shown[0]} and not {shown[1]}")
+            return Outcome("ids", "", f"{shown[0]}, expected {shown[1]}")
     return Outcome("exact")
 
 

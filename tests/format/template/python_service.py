@@ -19,7 +19,7 @@ FORBIDDEN = {
     "make code": "import mmap; out = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_EXEC)",
     "sleep": "import time; time.sleep(9)",
 }
-"""Actions that are refused to Python code in a locked-down process."""
+"""Actions that are denied to Python code in a locked-down process."""
 
 
 def respond(frame: bytes) -> bytes:

@@ -51,7 +51,7 @@ DEEPSEEK = """{{- '<s>' -}}{%- for message in messages -%}
 {{- '<tool_call>' + call.function.name + '<｜sep｜>' + (call.function.arguments | tojson) + '</tool_call>' -}}
 {%- endfor -%}{{- '</s>' -}}{%- endif -%}{%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<｜Assistant｜></think>' -}}{%- endif -%}"""
-# The headers of this template are plain words, and a text can complete the `<thi` of the prompt to a tag.
+# The headers of this template are plain words, and a text can complete the prompt's `<thi` to form a tag.
 WORDS = """{%- for message in messages -%}
 {%- if message.role == 'assistant' -%}{{- 'ASSISTANT: <thi' + message.content + 'nk></s>' -}}
 {%- else -%}{{- 'USER: ' + message.content + 'nk>\\n' -}}{%- endif -%}{%- endfor -%}
@@ -165,7 +165,7 @@ def test_headers_and_ends_are_learned_from_the_template(template):
     assert opened(template).text_tokens.ids.keys() == LEARNED[template]
 
 
-# Only the assistant header is a token, and the last answer has another end token.
+# Only the assistant header is a token, and the last answer has a different end token.
 LAST = """{%- for message in messages -%}
 {%- if message.role == 'assistant' -%}{{- '[INST]' + message.content + ('</think>' if loop.last else '[/INST]') -}}
 {%- else -%}{{- 'Q: ' + message.content + '\\n' -}}{%- endif -%}

@@ -225,8 +225,8 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
     if possible is None and unknown is not None:
         line, record = unknown
         _refuse_other_data(file, line, record)
-        keys = keys_shown(list(record)) or "none"
-        what = f"{file}: cannot detect the shape of records with the keys {keys}"
+        keys = f"with the keys {keys_shown(list(record))}" if record else "without keys"
+        what = f"{file}: cannot detect the shape of records {keys}"
         raise DataError(f"{what}; {_HINT}, or map the keys{_columns_hint(record)}")
     if possible is None:
         # No record is an object, so all shapes would report the same errors.

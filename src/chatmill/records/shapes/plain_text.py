@@ -87,5 +87,5 @@ def _messages(record: KeyReader, key: str, role: Role) -> list[Message]:
         return [new_message(role, value)] if value or role == "assistant" else []
     if type(value) is not list:
         what = f"the record has {named(value)} as {key}" if key in record else f"the record has no {key}"
-        raise RecordError(what, "expected a text or a list of messages", kind="type")
+        raise RecordError(what, "expected a string or a list of messages", kind="type")
     return fields.messages(record, key, read_message, PLAIN)
