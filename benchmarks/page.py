@@ -254,7 +254,14 @@ def _training(found: dict[str, Any]) -> list[str]:
     failed = [f"{TRAIN_LINES[name].what} ({one['error']})" for name, one in found.items() if "error" in one]
     said += [_say("train_failed", what="; ".join(failed))] if failed else []
     names = ["model", "", "frozen weights", "trained weights", "gradients", "optimizer state", "matrix products"]
-    right = ["real tokens/s", "GiB", "reserved", "ms per step", "data wait", "share of the fastest matrix product"]
+    right = [
+        "real tokens/s",
+        "GiB",
+        "reserved",
+        "ms per step",
+        "data wait",
+        "speed relative to the fastest matrix product",
+    ]
     rows = []
     for model, name, one in ((TRAIN_LINES[name].model, name, one) for name, one in sorted(good.items(), key=_rank)):
         of = TRAIN_LINES[name].precision

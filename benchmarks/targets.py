@@ -96,7 +96,7 @@ TARGETS = [
         0,
     ),
     Target(
-        "chat templates: share of templates in which both methods find answers",
+        "chat templates: share of templates in which two independent methods find the answers",
         0.5,
         lambda r: r["certify"]["both_derivations"] / r["certify"]["templates"],
     ),
@@ -259,7 +259,7 @@ TARGETS = [
         most=True,
     ),
     Target(
-        "training 150 M: share of the fastest matrix product",
+        "training 150 M: speed relative to the fastest matrix product",
         100 * SHARE,
         lambda r: 100 * _gpu(r, "150m-own-adamw", "tflops") / _gpu(r, "150m-own-adamw", "best_tflops"),
         " %",

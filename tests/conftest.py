@@ -39,7 +39,7 @@ collect_ignore = ["trainers"]
 process_watch.mark_children()
 # Child processes must buffer their output as they do for a user.
 os.environ.pop("PYTHONUNBUFFERED", None)
-# With token authentication, a process that has used one Ray cluster cannot start another with other home folders.
+# With token authentication, a process that has used one Ray cluster cannot start another with a different home folder.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 # Tests must not depend on the content of the tokenizer cache. Tests of the cache enable it.
 os.environ["CHATMILL_TOKENIZER_CACHE"] = "0"
@@ -61,7 +61,7 @@ def pytest_timeout_set_timer(item, settings):
 
 
 def pytest_make_parametrize_id(val, argname):
-    """Use the parameter name as the test id of bytes, which may differ between processes."""
+    """Use the parameter name as the test id of a bytes value, because the value may differ between processes."""
     return argname if isinstance(val, bytes) else None
 
 

@@ -135,7 +135,7 @@ def run_command(place: str, command: str, shown: str, folder: Path) -> None:
 
 
 def run_python(page: Path, block: Block, shown: str | None, namespace: dict[str, Any]) -> None:
-    # The empty lines make a traceback show the line of the page.
+    # The leading empty lines make tracebacks show the line numbers of the page.
     code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -96,12 +96,12 @@ class _OnlyEncodes:
     [
         (
             _OnlyEncodes(),
-            "the tokenizer, a _OnlyEncodes, has no method special_token_ids; expected a tokenizer of chatmill,",
+            "the tokenizer, a _OnlyEncodes, has no method special_token_ids; expected a tokenizer from chatmill,",
         ),
-        ("bytes", "the tokenizer, a str, has no method special_token_ids; expected a tokenizer of chatmill,"),
+        ("bytes", "the tokenizer, a str, has no method special_token_ids; expected a tokenizer from chatmill,"),
         (
             None,
-            "the tokenizer, a NoneType, has no method encode and no special_token_ids; expected a tokenizer of ",
+            "the tokenizer, a NoneType, has no method encode and no special_token_ids; expected a tokenizer from ",
         ),
     ],
 )

@@ -90,7 +90,7 @@ def test_the_summary_describes_the_dataset(run, files):
     assert "out/train: 3 episodes" in out
     assert "true objects 4: 3 found (75.0%), 1 appended; 0 false positives" in out
     assert "entries dropped: 1 incomplete" in out and "nothing kept: 1 no_brace" in out
-    assert "1 rollouts end before the answer is complete" in out
+    assert "rollouts with an incomplete answer: 1" in out
 
 
 def test_the_same_files_give_the_same_bytes_and_values_may_be_left_out(run, files):

@@ -92,7 +92,7 @@ def test_stats_counts_episodes_and_tokens(run):
     code, out, err = run("stats", "v1", "--block-size", "100")
     assert (code, err) == (0, "")
     assert out.startswith("train: 3 rows, 3 segments, ")
-    for words in ("tokens per row: least 8", "role", "source", "block size", "longest rows", "ledger", "stored"):
+    for words in ("tokens per row: min 8", "role", "source", "block size", "longest rows", "ledger", "stored"):
         assert words in out
     said = json.loads(run("stats", "v1", "--json")[1])["splits"]["train"]
     episodes = [json.loads(run("show", "v1", str(n), "--json")[1]) for n in range(3)]

@@ -148,8 +148,8 @@ def test_of_two_concurrent_builds_one_is_published_and_the_other_fails(s3, overw
         publish(target, text)
 
     monkeypatch.setattr(remote_publish, "publish_metadata", late)
-    what = "was replaced" if overwrite else "appeared"
-    with pytest.raises(DataError, match=f"^{url}: {what} while the dataset was built; nothing was published; [^\n]*$"):
+    what = f"{'was replaced' if overwrite else 'appeared'} while the dataset was being built; nothing was published"
+    with pytest.raises(DataError, match=f"^{url}: {what}; [^\n]*$"):
         built(url, of=job(7), overwrite=overwrite)
     built("other", of=job(5, name="other.jsonl"))
     assert equal(open_dataset(url), open_dataset("other"))

@@ -64,7 +64,7 @@ def test_a_folder_without_a_tokenizer_is_one_line(tmp_path):
         (
             "tokenizer.json",
             b'{"a": 1}',
-            f"JSON, but not a tokenizer: neither model.vocab nor config.pattern; {RIGHT}",
+            f"JSON, but not a tokenizer: it has neither model.vocab nor config.pattern; {RIGHT}",
         ),
         ("tokenizer.json", b'{"model": {"vocab": 7}}', "cannot load the tokenizer.json ("),
         ("tekken.json", b'{"config": {"pattern": "."}}', "cannot read the tekken file (KeyError: "),

@@ -233,11 +233,11 @@ def health_lines(health: Health) -> Iterator[str]:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()))
             yield f"  {name}: {reasons}"
     if health.truncated:
-        yield f"  {health.truncated:,} rollouts end before the answer is complete"
+        yield f"  rollouts with an incomplete answer: {health.truncated:,}"
     if health.broken:
-        yield f"  {health.broken:,} targets have a body that is not valid JSON"
+        yield f"  targets whose body is not valid JSON: {health.broken:,}"
     if health.gated:
-        yield f"  {health.gated:,} pairs overlap too little to be matched"
+        yield f"  pairs that overlap too little to be matched: {health.gated:,}"
     if health.as_text:
         yield (
             f"  {health.as_text:,} answers came as text; for {health.retokenized:,} of them, the server reports a "

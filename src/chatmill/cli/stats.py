@@ -127,7 +127,7 @@ def _print_stats(stats: SplitStats) -> None:
     )
     if stats.untrained_rows:
         typer.echo(f"note: {stats.untrained_rows:,} rows have no trained tokens")
-    names = ("least", "5%", "25%", "median", "75%", "95%", "99%", "most")
+    names = ("min", "5%", "25%", "median", "75%", "95%", "99%", "max")
     quantiles = ", ".join(f"{name} {stats.quantile(q):,}" for name, q in zip(names, QUANTILES, strict=True))
     typer.echo(f"tokens per row: {quantiles}\n")
     of = partial(share, of_nothing="-")

@@ -1,8 +1,8 @@
-"""Compare two datasets by matching conversations by content, regardless of order, shards and packing.
+"""Compare two datasets: match their conversations by content, regardless of order, shards and packing.
 
-Each conversation has a key and two hashes: one of its ids, and one of its weights and targets. To save memory, keys are
-compared in 16 passes, each over one part of the key space. A key that occurs several times is matched as often as it
-occurs in both datasets, most similar conversations first:
+Each conversation has a key, a hash of its ids, and a hash of its weights and targets. To save memory, keys are compared
+in 16 passes, each over one part of the key space. A key that occurs several times is matched as often as it occurs in
+both datasets, most similar conversations first:
 
     A   k:57* k:57. k:8.       equal 1, mask 1, changed 0, removed 1
     B   k:57* k:57*
@@ -230,7 +230,7 @@ def _hashes(rows: Rows) -> tuple[Words, Words]:
     """Hash every conversation twice: its token ids, and its loss weights and targets.
 
     The value of each token is multiplied by a random number for its position, and the hash is the sum over all tokens.
-    Weights and targets are constant within a span, so one multiplication per span is enough: by the sum of its random
+    Weights and targets are constant within a span, so they are multiplied once per span, by the sum of its random
     numbers.
     """
     longest = int(np.diff(rows.segment_start).max(initial=0))

@@ -84,7 +84,7 @@ IN_BRACKETS = re.compile(r"</s>|[<\[]\|?[^\s<>\[\]|]+\|?[>\]]")
 
 
 class _Named(NamedTuple):
-    """An entry with the name of an end token; the smallest tuple takes precedence."""
+    """An entry with the name of an end token; among several entries, the smallest tuple takes precedence."""
 
     depth: int
     is_part: bool
@@ -138,7 +138,7 @@ def _compact(name: str) -> str:
 
 
 def _place(name: str) -> tuple[bool, int] | None:
-    """Find the name of an end token in `name`: whether words precede it, and its rank; None if there is none."""
+    """Find an end-token name in `name`; return whether words precede it, and its rank, or None if there is none."""
     if name.strip() == "</s>":
         return False, END_NAMES.index("eos")
     every = _words(name)

@@ -96,7 +96,7 @@ class Episodes:
                 self.check(run.shard for run in runs)
 
     def sweep(self, *, tokens: int = 1 << 22) -> Iterator[Rows]:
-        """Yield all episodes in order, in chunks of about `tokens` tokens and at least one episode."""
+        """Yield all episodes in order, in chunks of about `tokens` tokens, but of at least one episode."""
         first = 0
         while first < len(self):
             lengths = self.lengths_of(np.arange(first, min(len(self), first + (1 << 16))))
@@ -113,7 +113,7 @@ class Episodes:
         origins: list[Any] = []
         stored: list[Any] = []
         targets: list[tuple[Table, int]] = []
-        # The number of segments of each run, and the offsets to add to its row and span indexes.
+        # The number of segments in each run, and the offsets to add to its row and span indexes.
         shifts: list[tuple[int, int, int]] = []
         shards = [run.shard for run in runs]
         num_rows = num_spans = 0
@@ -223,7 +223,7 @@ class Episodes:
                 file.check()
 
     def drop_evicted(self) -> None:
-        """Unmap all files if the cache evicted one, because an evicted file takes disk space while it is mapped."""
+        """Unmap all files if the cache evicted one: an evicted file still takes up disk space while it is mapped."""
         if (eviction := self.stored.last_eviction()) != self._eviction:
             self._eviction = eviction
             if any(file.is_removed() for files in self._mapped.values() for file in files):

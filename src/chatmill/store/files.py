@@ -28,7 +28,7 @@ UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Add the file name to system errors about a file descriptor, such as a full disk."""
+    """Add the file name to system errors on a file descriptor, such as "No space left on device"."""
     try:
         yield
     except OSError as error:
@@ -37,7 +37,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 class Disk:
-    """All operations with which the store changes files and folders."""
+    """All operations that the store uses to change files and folders."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir()

@@ -147,7 +147,7 @@ def in_folder(path: Path, expected: str, work: Callable[[OpenFolder], T]) -> T:
             except OSError as error:
                 if not folder.was_replaced():
                     raise _unreadable(path, error) from None
-    raise DataError(f"{path}: was replaced {ATTEMPTS} times while it was opened; try again later")
+    raise DataError(f"{path}: was replaced {ATTEMPTS} times while it was being opened; try again later")
 
 
 def _unreadable(path: Place, error: OSError) -> DataError:

@@ -74,7 +74,7 @@ _regions: dict[int, _Region] = {}
 
 
 class MappedFile:
-    """The mapped bytes of the file that is open as `fd`, which may be closed afterwards.
+    """The mapped bytes of the file that is open as `fd`. `fd` may be closed after mapping.
 
     `absolute` is the absolute path, in case the working directory changes.
     """
@@ -226,7 +226,7 @@ _previous = _SigAction()
 
 
 def _on_bus_error(number: int, info: int, context: int) -> None:
-    """Handle SIGBUS. Python code can run here because the signal is raised synchronously by the read of a page."""
+    """Handle SIGBUS. Python code can run here because the signal is raised synchronously when a page is read."""
     address = ctypes.c_void_p.from_address(info + SI_ADDR).value or 0
     was_sent = ctypes.c_int.from_address(info + SI_CODE).value <= 0
     regions = [] if was_sent else list(_regions.values())

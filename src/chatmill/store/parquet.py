@@ -164,7 +164,7 @@ def _export(episodes: Episodes, folder: Path, split: str, wide: bool) -> Exporte
 
 
 def _columns(rows: Rows) -> dict[str, tuple[NDArray[np.int64], NDArray[Any]]]:
-    """Return the list offsets of the rows and the concatenated values for each column."""
+    """Return, for each column, the list offsets of the rows and the concatenated values."""
     position = rows.positions()
     labels = np.where(rows.mask() & (position > 0), rows.targets(), IGNORED)
     lengths = np.diff(rows.segment_start)

@@ -1,7 +1,7 @@
 """Publish a finished build atomically: sync all files, then rename the folder once.
 
-chatmill replaces and removes only files that it wrote, which the marker of a folder lists. If a folder contains any
-other file, the command fails before it does any work.
+chatmill replaces and removes only files that it wrote; the marker of a folder lists these files. If a folder contains
+any other file, the command fails before it does any work.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FolderKind:
     built: re.Pattern[str]
     """Matches every path that a build creates; used for folders without a marker."""
     listed: Callable[[Path], Iterable[str]] | None = None
-    """Returns the paths that the marker lists; None if it lists no paths."""
+    """Returns the paths that the marker lists; None if markers of this kind do not list paths."""
 
 
 def _listed_in_dataset(folder: Path) -> Iterator[str]:
@@ -100,7 +100,7 @@ def _is_listed(folder: Path, kind: FolderKind) -> Callable[[str], bool]:
 
 
 def _is_own(folder: Path, kind: FolderKind) -> Callable[[str], object]:
-    """Return a predicate for paths that chatmill wrote, by the marker or, without a marker, by pattern."""
+    """Return a predicate for paths that chatmill wrote, based on the marker or, without a marker, on a pattern."""
     try:
         return _is_listed(folder, kind)
     except DataError:
@@ -168,7 +168,7 @@ def staging_for(target: Path) -> Path:
 
 
 def set_aside(target: Path) -> Path:
-    """Return the temporary name of the old dataset, if the system cannot swap two folders atomically."""
+    """Return the temporary name of the old dataset, used if the system cannot swap two folders atomically."""
     return target.with_name(f".{target.name}.replaced")
 
 
@@ -225,7 +225,7 @@ def _move(source: Path, target: Path) -> None:
         files.disk.rename_new(source, target)
     except FileExistsError:
         raise DataError(
-            f"{target}: was created while the dataset was built; use another name or pass --overwrite"
+            f"{target}: was created while the dataset was being built; use another name or pass --overwrite"
         ) from None
     _sync_parents(target, source)
 

@@ -76,7 +76,7 @@ def check_remote_target(url: Url, *, overwrite: bool) -> RemoteTarget:
 
 
 def _check_others(url: Url) -> None:
-    """Raise `DataError` if the URL contains objects that chatmill did not write, if the store permits listing."""
+    """If the store permits listing, raise `DataError` if the URL contains objects that chatmill did not write."""
     try:
         others = [name for name in objects.first_below(url) if name not in OWN_NAMES]
     except RemoteError:
@@ -127,7 +127,7 @@ class Uploads:
 
 
 def upload_object(target: RemoteTarget, path: Path, info: FileInfo) -> None:
-    """Upload a file under its hash, unless the object exists and is listed in the metadata or recent."""
+    """Upload a file under its hash, unless the object exists and is either recent or listed in the metadata."""
     url = object_url(target.url, info.sha256)
     there = objects.find(url)
     if there is not None and there.size == info.size:
@@ -156,7 +156,7 @@ def publish_metadata(target: RemoteTarget, text: bytes) -> None:
     except ExistingObjectError:
         what = "appeared" if target.version is None else "was replaced"
         raise DataError(
-            f"{target.url}: {what} while the dataset was built; nothing was published; "
+            f"{target.url}: {what} while the dataset was being built; nothing was published; "
             "use another name or pass --overwrite"
         ) from None
 

@@ -17,7 +17,7 @@ from chatmill.tokenizer.backend import TextTokenizer, faults_of
 from chatmill.tokenizer.tokenizer import Tokenizer
 
 _EXPECTED = (
-    "expected a tokenizer of chatmill, tokenizers or transformers, or an object with encode and special_token_ids"
+    "expected a tokenizer from chatmill, tokenizers or transformers, or an object with encode and special_token_ids"
 )
 _MAX_OPENED = 8
 _opened: OrderedDict[tuple[Any, ...], tuple[Any, Tokenizer]] = OrderedDict()

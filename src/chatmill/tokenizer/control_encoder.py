@@ -1,6 +1,7 @@
 """Encode texts with control tokens to the same ids that Hugging Face `tokenizers` returns for the whole text.
 
-Text tokens are control tokens that may also come from text, such as `<think>`. They are added tokens but not special.
+Text tokens are control tokens that may also come from text, such as `<think>`. They are added tokens, but not special
+tokens.
 
 A text can be encoded by sections: the fast engine encodes each text between two control tokens. A text can also be
 encoded as a whole: `tokenizers` encodes the complete text, with aliases in place of control tokens. Texts are encoded
@@ -25,7 +26,7 @@ from chatmill.tokenizer.tokenizer import Tokenizer, token_positions
 
 SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 """The Unicode whitespace that added tokens with lstrip or rstrip remove, which differs from Python's whitespace."""
-_EXPECTED = "expected a tokenizer.json of Hugging Face tokenizers"
+_EXPECTED = "expected a tokenizer.json file in the Hugging Face format"
 
 
 MAX_COMPARED = 2**9
@@ -66,7 +67,7 @@ def unmarked_tokens(raw: bytes) -> frozenset[str]:
 
 
 def any_overlap(tokens: Collection[str], others: Iterable[str]) -> bool:
-    """Whether one of `tokens` can overlap another of `tokens` or `others` in a text.
+    """Whether one of `tokens` can overlap, in a text, another one of `tokens` or one of `others`.
 
     Two tokens overlap if one is part of the other, or if one starts with the end of the other. Which of two overlapping
     tokens matches depends on the surrounding text, so splitting a text at a single token would not be exact.

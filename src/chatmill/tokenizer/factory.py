@@ -119,7 +119,8 @@ def _open_file(path: Path, place: str, control: Collection[str], *, declared: Ma
             return backend
         if isinstance(content.get("config"), dict) and "pattern" in content["config"]:
             return load_tekken(place, raw, content)
-        raise DataError(f"{place}: JSON, but not a tokenizer: neither model.vocab nor config.pattern; {_EXPECTED}")
+        what = "JSON, but not a tokenizer: it has neither model.vocab nor config.pattern"
+        raise DataError(f"{place}: {what}; {_EXPECTED}")
     if RANK_LINE.fullmatch(start.split(b"\n", 1)[0]):
         return load_ranks(place, raw, special=declared)
     # Every SentencePiece model starts with this byte, so other files are rejected without loading the library.

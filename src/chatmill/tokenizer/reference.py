@@ -23,7 +23,7 @@ class Reference:
     """A `tokenizer.json` without special and control tokens, so that text cannot produce these tokens."""
 
     def __init__(self, place: str, stripped: Json, control: dict[str, int]) -> None:
-        right = "expected a tokenizer.json of Hugging Face tokenizers"
+        right = "expected a tokenizer.json file in the Hugging Face format"
         with faults_of(place, "cannot load the tokenizer.json", right):
             self.content = msgspec.json.encode(stripped).decode()
             self._engine = tokenizers.Tokenizer.from_str(self.content)
@@ -68,6 +68,6 @@ class Reference:
 
 def without_control(place: str, content: Json, control: Collection[str]) -> tuple[Json, dict[str, int]]:
     """Return the content of a tokenizer.json without its control tokens, and the ids of those tokens."""
-    right = "expected a tokenizer.json of Hugging Face tokenizers"
+    right = "expected a tokenizer.json file in the Hugging Face format"
     with faults_of(place, "cannot load the tokenizer.json", right):
         return isolate_control(place, content, control)

@@ -80,7 +80,7 @@ def main(
 
 @contextmanager
 def errors_of_first_rank() -> Iterator[None]:
-    """Report an error that occurs on all ranks only once: rank 0 raises the error, and the other ranks exit.
+    """If an error occurs on all ranks, report it only once: rank 0 raises the error, and the other ranks exit.
 
     A `RankError` is raised on the rank where it occurs, unless another rank reports it.
     """

@@ -369,7 +369,7 @@ class RunFlags(Config):
     config_file: str | None = key(
         None, "JSON file with config keys (listed below); it may inherit from another file", metavar="FILE"
     )
-    out_dir: str = key("checkpoints", "folder in which runs are written", metavar="DIR")
+    out_dir: str = key("checkpoints", "folder to which runs are written", metavar="DIR")
     resume: str | None = key(
         None, "checkpoint folder to resume from; auto resumes from the newest checkpoint of the run, if it has one"
     )
@@ -402,9 +402,9 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merge layers of settings; later layers take precedence.
 
     A layer that sets max_iters removes epochs, and vice versa. The keys warmup_iters and warmup_pct also replace each
-    other. A layer that sets tokens_per_step removes gradient_accumulation_steps and divides batch_size by its value.
-    Micro-batches then keep their number of rows. A layer that turns post_training on also sets the keys in
-    POST_TRAINING, except those that the layer sets itself.
+    other. A layer that sets tokens_per_step divides batch_size by gradient_accumulation_steps and removes that key, so
+    micro-batches keep their number of rows. A layer that turns post_training on also sets the keys in POST_TRAINING,
+    except those that the layer sets itself.
     """
     values: dict[str, Any] = {}
     for layer in layers:

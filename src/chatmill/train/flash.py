@@ -24,7 +24,7 @@ HOPPER = 9
 HEAD_SIZES = (32, 64, 96, 128)
 """Head sizes with correct gradients; those of sizes 8, 16, 48 and 80 are wrong in flash-attn-4 4.0.0b36."""
 FEWEST = 128
-"""Boundaries are padded to this number or a larger power of two, because each number compiles the layers again."""
+"""Boundaries are padded to this number or a larger power of two, because the layers are recompiled for each number."""
 
 
 class Bounds(NamedTuple):
@@ -33,13 +33,13 @@ class Bounds(NamedTuple):
     at: Tensor
     """The first token of each conversation, followed by copies of the number of tokens (int32)."""
     longest: int
-    """No conversation has more tokens than this."""
+    """Upper bound on the number of tokens in a conversation."""
 
 
 def remember_bounds(segments: Tensor, host: Tensor) -> None:
     """Attach the boundaries of segments to a tensor on a GPU. `host` has the same segments on the CPU.
 
-    Without this, `bounds_of` would wait for the GPU to learn the number of segments.
+    Otherwise, `bounds_of` would have to wait for the GPU in order to read the number of segments.
     """
     segments._chatmill_bounds = moved(_bounds(host), segments.device)
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 30
 SETTLE_SECONDS = 0.5
-"""Ranks that are lost within this time are reported in one line, such as all ranks on a node."""
+"""Ranks that are lost within this time, such as all ranks on a node, are reported in one line."""
 GRACE_SECONDS = 5.0
 """Time that the main thread may take to end after it is interrupted."""
 FAILED_SECONDS = 5.0

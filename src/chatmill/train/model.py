@@ -82,7 +82,7 @@ class DecodingCache(Protocol):
 
 
 class SavedPart(NamedTuple):
-    """Weights of a model that must be saved in the same file, usually a single tensor."""
+    """Weights of a model, usually a single tensor, that must be saved in the same file."""
 
     weights: tuple[str, ...]
     """Names of the weights in the model's state dict."""

@@ -72,7 +72,7 @@ def join_group(backend: str, rank: int, size: int, *, timeout: timedelta) -> Ite
 
 @contextmanager
 def lost_rank_errors(rank: str, watch: Callable[[], RankWatch | None]) -> Iterator[None]:
-    """Replace an error that a lost rank causes with a one-line error."""
+    """Replace an error caused by a lost rank with a one-line error."""
     try:
         yield
     except ChatmillError:

@@ -26,7 +26,7 @@ class StepRecord(NamedTuple):
     data_wait: float
     """Seconds that the step waited for its batch."""
     epoch: float | None = None
-    """Number of epochs completed after this step; None for the order `random`."""
+    """Number of epochs completed by the end of this step; None for the order `random`."""
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,7 @@ class MetricsLog:
 
 
 def rewind(path: Path, step: int) -> None:
-    """Remove the lines of all steps after `step` from a log file, and an incomplete last line."""
+    """Remove the lines of all steps after `step`, and an incomplete last line, from a log file."""
     if path.exists():
         kept = [line.raw for line in _lines(path) if line.read()["step"] <= step]
         files.write_file(path, b"".join(kept), overwrite=True)

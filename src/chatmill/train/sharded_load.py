@@ -58,8 +58,8 @@ def open_for_shards(config: TrainConfig, vocab_size: int, *, compute: torch.dtyp
     """
     opened, reason = _agreed(world, lambda: _open(config, vocab_size, compute, world))
     if opened is not None and (test := opened.test) is not None:
-        # Run the test only on rank 0. It reads all files into the page cache, so other ranks on that node need not read
-        # the disk.
+        # Run the test only on rank 0. It reads all files into the page cache, so other ranks on that node do not
+        # need to read from disk.
         separates, reason = _agreed(world, lambda: [test()] if world.is_first else [])
         if separates is not None:
             opened.model.separates = any(value for each in world.gather(separates) for value in each)

@@ -87,7 +87,7 @@ class LossSpikes:
 
 
 def not_finite(rows: Sequence[RowLoss], state: TrainState) -> str:
-    """List the conversations in a step with a non-finite loss, and suggest a fix. All ranks must call this function."""
+    """Explain a step that is not finite: name its worst conversations, and suggest a fix. All ranks must call this."""
     loader, world = state.loader, state.world
     wrong, count = map(int, world.sums([sum(not math.isfinite(row.loss) for row in rows), len(rows)]))
     names = worst(rows, loader, world)
@@ -103,7 +103,7 @@ def not_finite(rows: Sequence[RowLoss], state: TrainState) -> str:
 
 
 def worst(rows: Sequence[RowLoss], loader: EpisodeLoader, world: World, *, usual: float = 0.0) -> list[str]:
-    """Return the conversations on all ranks that raise the loss above `usual` the most, non-finite losses first."""
+    """Return the conversations that raise the loss above `usual` the most, over all ranks, non-finite losses first."""
 
     def key(row: RowLoss) -> tuple[float, int, int]:
         above = (row.loss - usual) * row.weight if math.isfinite(row.loss) else math.inf

@@ -131,7 +131,7 @@ def count_batch(batch: Batch, parts: Sequence[MicroBatch]) -> StepCounts:
 
 
 def unknown_id(batch: Batch, vocab_size: int) -> str | None:
-    """Describe the first token id in a batch that is outside the vocabulary. Return None if all ids are valid."""
+    """Describe the first out-of-vocabulary token id in a batch. Return None if all ids are valid."""
     x, y = torch.as_tensor(batch.x), torch.as_tensor(batch.y)
     if int(x.max()) < vocab_size and int(x.min()) >= 0 and int(y.max()) < vocab_size:
         return None

@@ -43,7 +43,7 @@ def read_all(stored: dict[str, bytes], seed: float, rounds: int) -> str:
             fd = cache.open_object(Url(f"memory://trial/{sha256}"), size=len(stored[sha256]), sha256=sha256)
             with os.fdopen(fd, "rb") as file:
                 if file.read() != stored[sha256]:
-                    return f"{sha256[:12]}… of {len(stored[sha256])} bytes was read with wrong bytes"
+                    return f"{sha256[:12]}… ({len(stored[sha256])} bytes) was read with wrong content"
     return ""
 
 

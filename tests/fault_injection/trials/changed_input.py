@@ -1,4 +1,4 @@
-"""Changes keep the size and time of a file where possible, like `cp -p` or a restored backup."""
+"""Changes keep the size and modification time of a file where possible, like `cp -p` or a restored backup."""
 
 from __future__ import annotations
 

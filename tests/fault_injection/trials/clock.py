@@ -75,7 +75,7 @@ def builds(size: int, seed: int, folder: Path, tally: Tally) -> None:
         if number % 2:
             point = rng.randrange(20, 60)
             assert at_another_time(lambda go=go, point=point: go(kill=point), rng).killed
-            # With a wrong clock, files can have any times.
+            # With a wrong clock, files can have arbitrary modification times.
             scatter_times(target.parent / ".x.building.units", rng)
         ended = at_another_time(lambda go=go: go(resume=True), rng)
         if target.exists():

@@ -184,7 +184,7 @@ def raced(before: dict[str, bytes], job: Job, other: Job, way: str, tally: Tally
         except DataError as error:
             line = str(error)
     tally.judge(
-        found=state() == winner and "while the dataset was built" in line and "\n" not in line,
+        found=state() == winner and "while the dataset was being built" in line and "\n" not in line,
         lost=f"{way}, two builds: {line}; then {state()}",
     )
 

@@ -51,8 +51,8 @@ def named_trackers(report_to: Sequence[str] | str) -> list[Tracker]:
     names = [report_to] if isinstance(report_to, str) else report_to
     for name in names:
         spec = find_spec(name)
-        # A namespace package without origin may be a folder in the working directory, such as the folder that wandb
-        # writes.
+        # A namespace package without an origin may be a folder in the working directory, such as the folder that
+        # wandb writes.
         if spec is None or spec.origin is None:
             raise UsageError(f"report_to contains {name}, which is not installed; pip install 'chatmill[{name}]'")
     return [make() for name, make in TRACKERS.items() if name in names]
