@@ -2,7 +2,7 @@
 
     python scripts/check_packages.py
 
-- The wheel is tagged `cp311-abi3`, has the version of `chatmill.__version__`, and passes abi3audit.
+- The wheel is tagged `cp311-abi3`, has the version in `chatmill.__version__`, and passes abi3audit.
 - The wheel runs in empty environments of Python 3.11, 3.12 and 3.13 (`scripts/try_installed.py`), and the sdist runs
   without a working compiler. All installations prepare the same dataset, byte for byte.
 - `uvx --from WHEEL chatmill` runs.

@@ -1,4 +1,4 @@
-"""Compare chatmill with TRL for each chat template, and write the tables of docs/explanation/comparison.md.
+"""Compare chatmill with TRL for each chat template, and write the tables in docs/explanation/comparison.md.
 
     python scripts/compare_table.py            print the tables
     python scripts/compare_table.py --write    write them to docs/explanation/comparison.md

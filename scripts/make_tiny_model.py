@@ -1,4 +1,4 @@
-"""Create the folder of a tiny Qwen3 model, so that tutorials run without a download.
+"""Create a folder with a tiny Qwen3 model, so that tutorials run without a download.
 
     python scripts/make_tiny_model.py my-model                      a vocabulary of 1,000 tokens, 2 layers
     python scripts/make_tiny_model.py my-model --data mine.jsonl    with a tokenizer trained on your conversations

@@ -1,8 +1,8 @@
-"""Write the memory tables of docs/explanation/models.md: estimates with measurements, and estimates by model.
+"""Write the memory tables in docs/explanation/models.md: estimates with measurements, and estimates by model.
 
 python scripts/memory_table.py            print the tables
 python scripts/memory_table.py --write    write them into docs/explanation/models.md
-python scripts/memory_table.py --check    exit 1 if the tables of docs/explanation/models.md differ
+python scripts/memory_table.py --check    exit 1 if the tables in docs/explanation/models.md differ
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ROWS = {"1": 1, "8": 8}
 
 
 def qwen3_folder(shape: dict[str, Any], dtype: torch.dtype, folder: Path) -> Path:
-    """Write the folder of a Qwen3 model: its config, and a safetensors file with a header but no weights."""
+    """Write a Qwen3 model folder: the config, and a safetensors file with a header but no weights."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     config = Qwen3Config(

@@ -31,11 +31,11 @@ def notes(root: Path, tag: str) -> str:
         heading, _, text = section.partition("\n")
         if re.fullmatch(rf"\[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d", heading.strip()) and text.strip():
             return text.strip()
-    sys.exit(f"CHANGELOG.md: no section about {version}; expected ## [{version}] - YYYY-MM-DD followed by the changes")
+    sys.exit(f"CHANGELOG.md: no section for {version}; expected ## [{version}] - YYYY-MM-DD followed by the changes")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Print the section of CHANGELOG.md about this version.")
+    parser = argparse.ArgumentParser(description="Print the section of CHANGELOG.md for this version.")
     parser.add_argument("tag", help="the tag of the release, which is v followed by the version")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     options = parser.parse_args()

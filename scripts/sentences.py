@@ -166,7 +166,7 @@ def split_sentences(passage: str) -> Iterator[str]:
 
 
 def phrases_to_avoid(root: Path, paths: list[str], listing: str) -> Iterator[str]:
-    """Yield a line for each sentence that matches a pattern in `listing`; its lines are `pattern -> replacement`."""
+    """Yield a line for each sentence that matches a pattern in `listing`, whose lines are `pattern -> replacement`."""
     rules = []
     for line in listing.splitlines():
         if line.strip() and not line.startswith("#"):

@@ -99,7 +99,7 @@ def test_a_tag_that_is_not_the_version_is_refused(tmp_path):
     "heading", ["## [1.3.0]", "## [1.3.0] - soon", "## [1.3.0] - 2026-02-01\n\n## [1.2.0] - 2026-01-31"]
 )
 def test_a_version_without_a_dated_section_is_refused(tmp_path, heading):
-    expected = "CHANGELOG.md: no section about 1.3.0; expected ## [1.3.0] - YYYY-MM-DD followed by the changes\n"
+    expected = "CHANGELOG.md: no section for 1.3.0; expected ## [1.3.0] - YYYY-MM-DD followed by the changes\n"
     changelog = f"# Changelog\n\n{heading}\n\n- a thing\n"
     assert release_notes(tmp_path, "v1.3.0", "1.3.0", changelog) == (1, "", expected)
 

@@ -1,7 +1,7 @@
 """Check that derived answers satisfy the invariant of trained answers.
 
 Each trained answer (a) starts where its prompt ends, (b) contains no header and no text of another message, and (c)
-ends with a token that ends a turn. `row_check` checks the same on finished rows.
+ends with a token that ends a turn. `row_check` performs the same check on finished rows.
 """
 
 from __future__ import annotations
