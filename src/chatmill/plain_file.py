@@ -30,7 +30,7 @@ _URL = re.compile("([a-z][a-z0-9+.-]+):/+", re.IGNORECASE)
 
 
 def local_path(name: str | Path) -> Path:
-    """Return a local path; raise `UsageError` for a URL, which would create a local folder `s3:`.
+    """Return a local path; raise `UsageError` for a URL, because writing to it would create a local folder `s3:`.
 
     A local folder named `s3:` must be given as an absolute path.
     """

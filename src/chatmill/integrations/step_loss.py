@@ -45,7 +45,7 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], **inputs: Any)
 
 
 def _attention(model: Any) -> str:
-    """Return the attention implementation of a model, which may be wrapped in DDP."""
+    """Return the attention implementation of a model that may be wrapped in DDP."""
     while hasattr(model, "module"):
         model = model.module
     return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "")

@@ -172,7 +172,7 @@ def rows_of(plan: ShardPlan) -> Iterator[Rows]:
 
 
 def _taken(unit: Staged, rows: Numbers) -> Rows:
-    """Return the given rows of a staged file, which must be in ascending order; consecutive rows are not copied."""
+    """Return the given rows of a staged file; `rows` must be in ascending order. Consecutive rows are not copied."""
     if int(rows[-1]) - int(rows[0]) + 1 == len(rows):
         return unit.rows()[int(rows[0]) : int(rows[-1]) + 1]
     return unit.rows().take(rows)

@@ -39,7 +39,7 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """Runs units in `workers` forked processes on this machine, which share one loaded tokenizer.
+    """Runs units on this machine, in `workers` forked processes that share one loaded tokenizer.
 
     Workers exit with this process, or when the other end of the pipe `parent` (a file descriptor) is closed. If a
     worker is killed, the error message ends with `if_killed`.

@@ -65,7 +65,7 @@ def prepare_dataset(
     on_fault: Callable[[RecordError], None] = lambda fault: None,
     on_progress: Callable[[BuildProgress], None] = lambda progress: None,
 ) -> Metadata:
-    """Build the dataset described by `job` at `target`, which appears only when it is complete.
+    """Build the dataset described by `job`; it appears at `target` only when it is complete.
 
     >>> job = chatmill.Job((chatmill.InputSource(("data/conversations.jsonl",)),), val_split=0.1)
     >>> metadata = chatmill.prepare_dataset(job, "v1")

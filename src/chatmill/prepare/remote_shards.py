@@ -54,7 +54,7 @@ def _copied(plans: Sequence[ShardPlan], folder: Path) -> Iterator[ShardPlan]:
 
 
 def _copy_rows(file: StagedFile, wanted: Numbers, path: Path) -> None:
-    """Copy the given rows of a staged object, which must be in ascending order, to a local staged file."""
+    """Copy the given rows of a staged object to a local staged file; the rows must be in ascending order."""
     assert isinstance(file.path, Url)
     head = StagedHead(objects.read(file.path, 0, file.head_size), lines_before=file.lines_before)
     first, stop = int(wanted[0]), int(wanted[-1]) + 1

@@ -55,7 +55,7 @@ def refuse_repeated(names: Iterable[str | Place]) -> None:
 
 
 def local_files(inputs: Sequence[str | Place]) -> list[Path]:
-    """Return the local files of `inputs`, which a command must not overwrite."""
+    """Return the local files of `inputs`; a command must not overwrite these files."""
     here = [path for name in inputs if isinstance(path := place(name), Path)]
     return [path for path in expand(here) if isinstance(path, Path)]
 

@@ -75,9 +75,9 @@ class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, metacla
     weight: float | None = None
     """Loss weight, which overrides `--train-on` and the format; None means no override."""
     complete: bool = True
-    """False for a transcript span without an end marker, which is excluded from the loss."""
+    """False for a transcript span without an end marker; such a span is excluded from the loss."""
     train_ranges: tuple[tuple[int, int, float], ...] = ()
-    """Character ranges (start, stop, weight) of the content, which override the message's weight."""
+    """Character ranges (start, stop, weight) of the content; these weights override the message's weight."""
 
 
 class Record(msgspec.Struct, frozen=True, metaclass=_FromFields):

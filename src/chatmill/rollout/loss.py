@@ -92,7 +92,7 @@ def rollout_loss(
 
 
 class RolloutLoss:
-    """The loss function for rollout targets, which also sums each loss term over a step."""
+    """The loss function for rollout targets; it also sums each loss term over a step."""
 
     def __init__(self, axis: Axis | None, weights: TermWeights) -> None:
         self._axis, self._weights = axis, weights

@@ -42,7 +42,7 @@ class ServerAnswer:
 
 @dataclass(frozen=True)
 class Server:
-    """A client for one model on a server, which retries requests after temporary failures."""
+    """A client for one model on a server; it retries requests after temporary failures."""
 
     url: str
     """The base URL of the server, such as http://localhost:8000/v1."""

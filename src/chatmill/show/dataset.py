@@ -59,7 +59,7 @@ class DatasetView:
 
     @property
     def ledger(self) -> Ledger | None:
-        """The ledger of the dataset, or None if another program wrote it or one of its sources."""
+        """The dataset's ledger, or None if another program wrote the dataset or one of its sources."""
         if isinstance(self.dataset, PrimerCache):
             return self.dataset.meta.ledger
         if isinstance(self.dataset, MixedDataset):

@@ -79,7 +79,7 @@ class SearchHits(NamedTuple):
 
 
 class SplitIndex:
-    """The index of one split, which may still be incomplete."""
+    """The index of one split; it may still be incomplete."""
 
     def __init__(self, count: int) -> None:
         self.count = count

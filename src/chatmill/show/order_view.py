@@ -230,7 +230,7 @@ def step_previews(
 ) -> list[tuple[str | None, str]]:
     """Return the origin (file:line or None) and the first words of some conversations of a step.
 
-    `places` are pairs of an episode and a segment, which counts from the end: -1 is the last.
+    `places` are pairs of an episode and a segment; segments are counted from the end: -1 is the last.
     """
     sources, _ = open_sources(dataset, LoadConfig(pad_token_id=0, mix_sft=mix_sft, token_dtype=token_dtype))
     if (own := datasets_hash(sources)) != sha256:

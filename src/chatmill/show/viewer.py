@@ -198,7 +198,7 @@ class Viewer:
             page = order[positions[first : first + limit]].tolist()
             return SearchHits(page, after, ended=after == count), known, len(positions)
         if q:
-            # Read the count before the search, which may miss episodes that are indexed during it.
+            # Read the count first, because the search may miss episodes that are indexed while it runs.
             known = index.searched
             return index.search(folded_query(q), start, limit, kept=kept), known, None
         assert kept is not None
