@@ -73,6 +73,14 @@ def test_counts_are_those_of_reading_one_record_after_the_other(tmp_path, seed):
         assert surveyed(inputs, workers) == (right, rejected)
 
 
+def test_empty_files_have_no_records_with_any_number_of_workers(tmp_path):
+    inputs = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path in inputs:
+        path.write_bytes(b"")
+    for workers in WORKERS:
+        assert surveyed(inputs, workers) == (Survey(), [])
+
+
 def test_the_first_error_is_raised_with_any_number_of_workers(tmp_path):
     path = write(tmp_path / "a.jsonl", 9, bad=0.02)
     with pytest.raises(RecordError) as right:

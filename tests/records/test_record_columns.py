@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shlex
 from typing import Any
 
@@ -23,7 +24,7 @@ def read(record: Any, shape: str, **options: str) -> Record | RecordError:
     return result
 
 
-def read_file(tmp_path, record: Any, columns: str) -> list[Record]:
+def read_file(tmp_path, record: Any, columns: str | None) -> list[Record]:
     path = tmp_path / "a.json"
     path.write_text(json.dumps([record]))
     return list(read_records([path], options=ShapeOptions(columns)))
@@ -91,6 +92,78 @@ def read_file(tmp_path, record: Any, columns: str) -> list[Record]:
 def test_columns_map_keys_and_roles(tmp_path, record, columns, messages, unread):
     (found,) = read_file(tmp_path, record, columns)
     assert (found.messages, found.unread_keys) == (messages, unread)
+
+
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": CHAT[1:]},
+        {"prompt": "q", "chosen": CHAT, "rejected": CHAT},
+        {"prompt": "q", "messages": CHAT, "chosen": CHAT, "rejected": CHAT},
+        {"chosen": CHAT, "rejected": CHAT},
+        {"chosen_messages": CHAT, "rejected_messages": CHAT},
+        {"messages": CHAT[:1], "chosen": CHAT[1], "rejected": CHAT[1]},
+        {"messages": CHAT[:1], "chosen": "a", "rejected": "b"},
+        {"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "a"}, "rejected": "b"},
+        {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
+        {"system": "", "question": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": "q", "completion": "b", "chosen_response": "a"},
+    ],
+)
+def test_the_columns_in_the_error_about_a_preference_pair_select_the_better_answer(tmp_path, record):
+    with pytest.raises(RecordError) as refused:
+        read_file(tmp_path, record, None)
+    columns = re.fullmatch(r"expected one answer; --columns (\S+) selects the better answer", refused.value.right)
+    assert columns is not None
+    (found,) = read_file(tmp_path, record, columns[1])
+    assert [(turn.role, turn.content) for turn in found.messages] == [("user", "q"), ("assistant", "a")]
+    assert found.messages[-1].weight is None
+
+
+@pytest.mark.parametrize(
+    ("record", "columns", "fault"),
+    [
+        (
+            {"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "a"}},
+            "completion=chosen",
+            '--columns reads "chosen" as "completion", which records of this shape do not have; expected one answer; '
+            "--columns prompt=conversations,completion=chosen,role=from,content=value selects the better answer",
+        ),
+        (
+            {"messages": CHAT, "chosen": "a"},
+            "output=chosen",
+            '--columns reads "chosen" as "output", which records of this shape do not have; expected one answer; '
+            "--columns prompt=messages,completion=chosen selects the better answer",
+        ),
+        (
+            {"chosen_messages": CHAT},
+            "completion=chosen",
+            'the record has "chosen_messages", as in preference data (DPO); expected one answer; --columns '
+            "messages=chosen_messages selects the better answer",
+        ),
+        (
+            {"prompt": "q", "chosen": [{"role": "system", "content": "s"}, *CHAT]},
+            "completion=chosen",
+            "the completion repeats the prompt; expected only the answer; if a column contains the whole "
+            "conversation, use --columns messages=COLUMN",
+        ),
+        (
+            {"input": {"messages": CHAT[:1]}, "preferred_output": CHAT[1:], "non_preferred_output": CHAT[1:]},
+            None,
+            'the record has "preferred_output", as in preference data (DPO); expected one answer; convert the record '
+            "to messages that end with the better answer",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:--columns names")
+def test_columns_that_lose_the_better_answer_or_repeat_its_prompt_are_refused(tmp_path, record, columns, fault):
+    with pytest.raises(RecordError) as refused:
+        read_file(tmp_path, record, columns)
+    assert f"{refused.value.what}; {refused.value.right}" == fault
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def _results(
 ) -> Generator[_PartRead, None, None]:
     engine = LocalEngine(workers, if_killed="run again with fewer --workers")
     # Do not fork if this process runs other threads, such as those for network requests: the workers could deadlock.
-    if engine.workers == 1 or len(parts) == 1 or threading.active_count() > 1:
+    if engine.workers == 1 or len(parts) <= 1 or threading.active_count() > 1:
         yield from (_read(part, on_error, on_records) for part in parts)
         return
     read = partial(_read, on_error=on_error)

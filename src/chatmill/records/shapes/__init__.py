@@ -118,8 +118,9 @@ def _reader(shape: str, options: ShapeOptions) -> Shape:
         return lambda data: [(decode_common and decode_common(data)) or parse(_object(data, key))]
 
     def read_renamed(data: bytes) -> list[ParsedRecord]:
-        values, left_out = columns.renamed(_object(data, _MESSAGE_KEYS.get(shape)))
-        return [columns.reported(parse(values), left_out)]
+        values = _object(data, _MESSAGE_KEYS.get(shape))
+        renamed, left_out = columns.renamed(values)
+        return [columns.reported(parse(renamed), left_out, values)]
 
     return read_renamed
 

@@ -17,13 +17,13 @@ from chatmill.records.record import ROLES
 from chatmill.records.shapes.decode import decode
 from chatmill.records.shapes.fields import (
     FLAG_KEYS,
-    PREFERENCE_KEYS,
     REASONING_KEYS,
     WEIGHT_KEYS,
     Object,
     ParsedRecord,
     listed,
 )
+from chatmill.records.shapes.preferences import PREFERENCE_KEYS, one_answer
 from chatmill.records.shapes.ranges import RANGE_KEYS
 
 MESSAGE_LISTS = ("messages", "conversations", "prompt", "completion")
@@ -53,7 +53,7 @@ class ColumnMap:
         """Return the record with chatmill's names, and the keys that were dropped because of a name conflict."""
         out = {self.record[key]: value for key, value in values.items() if key in self.record}
         left_out = [key for key in values if key not in self.record and key in out]
-        if not set(PREFERENCE_KEYS).isdisjoint(self.record):
+        if any(key in self.record and key in values for key in PREFERENCE_KEYS):
             # The map selects one answer of a preference pair, so the other answer is not needed.
             left_out += [key for key in PREFERENCE_KEYS if key in values and key not in self.record]
         out |= {key: value for key, value in values.items() if key not in self.record and key not in left_out}
@@ -77,10 +77,17 @@ class ColumnMap:
                 out[key] = self.roles.get(role, role)
         return out
 
-    def reported(self, parsed: ParsedRecord, left_out: list[str]) -> ParsedRecord:
-        """Return the parsed record, with the file's names for unread keys."""
-        lists = {key: name for name, key in self.record.items() if key in MESSAGE_LISTS}
-        names = [_in_file(name, lists) for name in parsed.unread_keys]
+    def reported(self, parsed: ParsedRecord, left_out: list[str], values: Object) -> ParsedRecord:
+        """Return the parsed record, with the file's names for unread keys; `values` is the record in the file.
+
+        A better answer that is mapped to a name that the shape does not read is an error.
+        """
+        file_names = {key: name for name, key in self.record.items() if name in values}
+        names = [_in_file(name, file_names) for name in parsed.unread_keys]
+        for name in names:
+            if name in PREFERENCE_KEYS and values[name] is not None:
+                what = f'--columns reads "{name}" as "{self.record[name]}", which records of this shape do not have'
+                raise RecordError(what, one_answer(values), kind="preference")
         return parsed._replace(unread_keys=(*names, *map(one_line, left_out)))
 
 
@@ -93,9 +100,9 @@ def _list_in_json(text: str) -> Any:
     return value if isinstance(value, list) else text
 
 
-def _in_file(name: str, lists: Mapping[str, str]) -> str:
+def _in_file(name: str, file_names: Mapping[str, str]) -> str:
     key, separator, below = name.partition("[].")
-    return lists.get(key, key) + separator + below.rstrip()
+    return file_names.get(key, key) + separator + below.rstrip()
 
 
 def parse_columns(text: str) -> ColumnMap:

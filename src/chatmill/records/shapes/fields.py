@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from chatmill.errors import RecordError, one_line
 from chatmill.records.record import ROLES, Message, Role, ToolCall, new_message, spaced_json
 from chatmill.records.shapes.decode import compact, decode, named
+from chatmill.records.shapes.preferences import PREFERENCE_DATA_KEYS, refuse_preferences
 
 Object = dict[str, Any]
 
@@ -28,18 +29,12 @@ ANSWER_KEYS = ("loss", "loss_weight", "loss_scale")
 _MIN_WEIGHT, _MAX_WEIGHT = 1.1754943508222875e-38, 3.4028234663852886e38
 
 MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
-PREFERENCE_KEYS = (
-    *("chosen", "rejected", "chosen_messages", "rejected_messages", "chosen_response", "rejected_response"),
-    *("preferred_output", "non_preferred_output"),
-)
 ROLE_NAMES: dict[str, Role] = {
     **dict.fromkeys(("model", "bot", "chatbot", "ai", "gpt", "answer"), "assistant"),
     **dict.fromkeys(("human", "prompter", "question"), "user"),
     **dict.fromkeys(("function", "observation", "ipython"), "tool"),
 }
 """Role names of other formats, for hints in errors."""
-LABEL_KEYS = ("label", "kto_tag")
-"""Boolean keys in KTO data that mark an answer as desirable or not."""
 RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template")
 """Arguments of `apply_chat_template` that a record must not set."""
 
@@ -154,17 +149,9 @@ class KeyReader:
 
     def refuse_preferences(self) -> None:
         """Reject preference data: DPO pairs and KTO labels."""
-        for key in PREFERENCE_KEYS:
-            if self.take(key) is not None:
-                what = f'{self.owner} has "{key}", as in preference data (DPO)'
-                right = "expected one answer; --columns completion=chosen selects the better answer"
-                raise RecordError(what, right, kind="preference")
-        for key in LABEL_KEYS:
-            if type(value := self.peek(key)) in (bool, list) or (key == "kto_tag" and value is not None):
-                what = f'{self.owner} has {named(value)} as "{key}", as in preference data (KTO)'
-                right = "keep the records with desirable answers, and remove the key"
-                raise RecordError(what, right, kind="preference")
-            if value is None:
+        for key in PREFERENCE_DATA_KEYS.intersection(self._values):
+            refuse_preferences(self.owner, self._given)
+            if self.peek(key) is None:
                 self.take(key)
 
     def refuse_masks(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -75,9 +76,21 @@ def prompt_completion(record: Object) -> ParsedRecord:
             raise RecordError(
                 "the record has a system text and a system message", "expected only one system text", kind="keys"
             )
-        return system + prompt + _messages(record, "completion", "assistant")
+        completion = _messages(record, "completion", "assistant")
+        _refuse_repeated_prompt(prompt, completion)
+        return system + prompt + completion
 
     return fields.read_record(record, read)
+
+
+def _refuse_repeated_prompt(prompt: list[Message], completion: list[Message]) -> None:
+    """Raise if the completion is the whole conversation, as under `chosen` in many preference datasets."""
+    for message in takewhile(lambda message: message.role != "assistant", completion):
+        if prompt and (message.role, message.content) == (prompt[-1].role, prompt[-1].content):
+            right = (
+                "expected only the answer; if a column contains the whole conversation, use --columns messages=COLUMN"
+            )
+            raise RecordError("the completion repeats the prompt", right, kind="content")
 
 
 def _messages(record: KeyReader, key: str, role: Role) -> list[Message]:
