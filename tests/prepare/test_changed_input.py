@@ -174,7 +174,7 @@ CHANGES: dict[str, tuple[Callable[[Path, bytes], Any], str]] = {
     "one more line": (lambda path, data: write(path, data + lines(conversations(1))), "grew from .* to .* bytes"),
     "shorter": (lambda path, data: write(path, data[:-100]), "shrank from .* to .* bytes"),
     "empty": (lambda path, data: write(path, b""), "shrank from .* to 0 bytes"),
-    "gone": (lambda path, data: path.unlink(), "could no longer be opened"),
+    "gone": (lambda path, data: path.unlink(), "(cannot|could no longer) be opened"),
     "moved line ends": (lambda path, data: write(path, data[1000:] + data[:1000]), "was changed|[0-9]+: invalid"),
 }
 
