@@ -34,8 +34,8 @@ MAX_REASONS = 1000
 """Maximum number of reasons per bucket; further reasons count as `OTHER`."""
 OTHER = "other"
 MAX_NAMES = 200
-"""Maximum number of reasons that differ only in a name from the data, such as `unread_key NAME`. Further names are
-counted together, so that other reasons still have room.
+"""Maximum number of reasons that differ only in a name taken from the data, such as `unread_key NAME`. Further names
+are counted together, so that other reasons still have room.
 """
 OTHER_NAMES = "(other keys)"
 UNREAD_KEY = "unread_key "

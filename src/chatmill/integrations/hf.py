@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 STATE = "chatmill_state.json"
-"""The checkpoint file with the position in the data."""
+"""The file in a checkpoint that stores the position in the data."""
 UNCHANGED = {
     "label_smoothing_factor": 0,
     "ignore_data_skip": False,

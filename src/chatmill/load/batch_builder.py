@@ -18,7 +18,7 @@ from chatmill.load.stored_rows import look_up, row_table
 from chatmill.rows import Index
 
 LOOKUP_POSITIONS, CHUNK_POSITIONS = 1 << 21, 1 << 15
-"""Maximum numbers of positions of x to look up together and to copy as one chunk. A batch is never divided."""
+"""Maximum number of positions of x to look up together, and to copy as one chunk. A batch is never divided."""
 LOOKUP_BATCHES = 256
 """Maximum number of batches that are looked up together."""
 BYTES_PER_POSITION = 30

@@ -17,7 +17,7 @@ from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TARGETS, TOKENS
 from chatmill.store.remote_files import RemoteFiles
 
 FILES = (TOKENS, ORIGINS, SPANS, TARGETS)
-"""Files other than the index that batches need; the mask is read only if a shard has no spans."""
+"""The files that batches need in addition to the index; the mask is read only if a shard has no spans."""
 MOST_POSITIONS = 1 << 22
 """Maximum number of positions that are looked up; shards needed only after them are downloaded last."""
 

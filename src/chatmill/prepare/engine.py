@@ -153,7 +153,7 @@ def _run(item: Any) -> Any:
     try:
         return _work(item)
     except OSError as error:
-        # Add the file name here, because it may only be in the traceback, which is not sent to the main process.
+        # Add the file name here, because it may occur only in the traceback, which is not sent to the main process.
         raise name_file(error) from None
     finally:
         gc.collect()

@@ -57,7 +57,7 @@ class ParsedEntry(NamedTuple):
     number: int | None
     """n for the key object_{n}; None for other keys."""
     largest: int
-    """The largest n of all keys object_{n} in the entry, including nested keys; -1 without such keys."""
+    """The largest n of all keys object_{n} in the entry, including nested keys; -1 if there are none."""
     start: int
     value_start: int
     stop: int

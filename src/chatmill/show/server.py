@@ -56,7 +56,7 @@ Endpoint = Callable[[Request], Response]
 
 
 class Index(IntegerConvertor):
-    """A number of at most 18 digits in a path."""
+    """A URL path parameter: a number of at most 18 digits."""
 
     regex = "[0-9]{1,18}"
 

@@ -125,7 +125,7 @@ def _take_data(translation: Translation, keys: TheirKeys, *, evaluates: bool) ->
         translation.assume("each record is a single text", recipe={"format": "text"})
     elif not shapes:
         translation.assume(
-            "chatmill detects the shape of records; add `format: text` to the recipe if each record has only one text"
+            "chatmill detects the shape of records; add `format: text` to the recipe if each record is a single text"
         )
     packs = take_packing(translation, keys, "packing")
     if (strategy := keys.text("packing_strategy")) is not None:
