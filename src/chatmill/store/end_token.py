@@ -191,7 +191,7 @@ def _id_of(name: str, value: Any, tables: Sequence[Any]) -> int | None:
 
 
 def _look_up(text: str, node: Any, key: str = "vocab", depth: int = 0) -> int | None:
-    """Look up the id of a text in nested tables of texts or ids, or in a list of tokens."""
+    """Look up the id of a text in nested objects that map texts to ids or ids to texts, or in a list of tokens."""
     if depth > DEEPEST:
         return None
     if isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""Memory-mapped files that do not keep a file descriptor open, with an error if a mapped file is truncated.
+"""Memory-mapped files that keep no file descriptor open, and that raise an error if they are truncated.
 
 Python's `mmap` keeps a file descriptor open for every mapped file, and the limit is often 1,024 per process. This
 module maps files through the C library, which needs no descriptor after mapping. If a mapped file is truncated, reading

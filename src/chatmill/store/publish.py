@@ -209,7 +209,7 @@ def publish(staging: Path, target: Path, *, overwrite: bool, kind: FolderKind = 
 
 
 def recover(target: Path, kind: FolderKind = DATASET) -> None:
-    """Recover from a killed replacement: undo it if only the first rename was done, finish it if both were done."""
+    """Recover from an interrupted replacement: undo it if only the first rename was done, otherwise finish it."""
     aside = set_aside(target)
     if aside.is_symlink() or not aside.is_dir():
         return

@@ -241,11 +241,10 @@ class _Recorder(TorchDispatchMode):
         return LayerBytes(self._size(eager), compiled, with_inputs, self._inputs[number], self._size(casts))
 
     def _cut(self, needed: set[int], stored: set[int]) -> int:
-        """Return the fewest bytes to keep so that all needed tensors can be recomputed. Like torch.compile, find a
-        minimum cut.
+        """Return the minimum number of bytes to keep so that all needed tensors can be recomputed.
 
-        Each tensor is an edge whose capacity is the size of the tensor in bytes. Cutting an edge means keeping its
-        tensor.
+        Like torch.compile, find a minimum cut. Each tensor is an edge whose capacity is the size of the tensor in
+        bytes. Cutting an edge means keeping its tensor.
         """
         import networkx  # type: ignore[import-untyped]
 

@@ -26,7 +26,7 @@ MAX_ANSWER = 256
 MARGIN = 32
 """Generated answers are limited to the length of the longest expected answer plus this many tokens."""
 SHOWN = 100
-"""Maximum number of characters to show of an answer, and of the end of its prompt."""
+"""Maximum number of characters to show from an answer, and from the end of its prompt."""
 PROMPT_TOKENS = 512
 """Number of tokens at the end of a prompt that are reported to trackers."""
 

@@ -29,7 +29,7 @@ from chatmill.train.untrained import LIMIT, untrained_reason
 SHOWN = 3
 """Number of answers to show."""
 ANSWER, PROMPT = 160, 60
-"""Maximum number of characters to show of an answer, and of the end of its prompt."""
+"""Maximum number of characters to show from an answer, and from the end of its prompt."""
 TOKENS_PER_CHARACTER = 4
 """Upper bound on the number of tokens in one character."""
 ENDING = 3

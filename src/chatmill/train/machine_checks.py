@@ -142,7 +142,7 @@ def host_memory() -> Iterator[CheckRow]:
     free = available_memory()
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shown = "unknown" if free == float("inf") else f"{free / GIB:.1f} GiB"
-    value = f"{shown} available to this process of {total / GIB:.1f} GiB on the node; {_cpus()} CPUs"
+    value = f"{shown} available to this process, {total / GIB:.1f} GiB on the node; {_cpus()} CPUs"
     low = free < LOW_MEMORY
     yield CheckRow("memory", value, "warn" if low else "OK", f"{LOW_MEMORY // GIB} GiB or more" if low else "")
     if SHM.is_dir():
