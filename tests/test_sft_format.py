@@ -229,7 +229,9 @@ def oracle_mask(ids: list[int]) -> list[bool]:
 
 
 def oracle_units(ids: list[int]) -> list[tuple[int, list[int]]]:
-    """Return (role, positions) of turns, from a role token to the first end token, and of the tokens between turns."""
+    """Return (role, positions) for each turn, from its role token to the first end token, and (0, positions) for each
+    run of tokens between turns.
+    """
     units: list[tuple[int, list[int]]] = []
     open_turn = False
     for at, i in enumerate(ids):

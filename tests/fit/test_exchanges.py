@@ -67,7 +67,7 @@ def expected(messages: list[Message], trained: list[bool], capacity: int) -> lis
 
 
 def is_trained(messages: list[Message], train_on: str) -> list[bool]:
-    """Whether each message is trained on, by its weight if it has one, otherwise by its role."""
+    """Return whether each message is trained on: this depends on its weight if it has one, otherwise on its role."""
     answers = [at for at, message in enumerate(messages) if message.role == "assistant"]
     users = [at for at, message in enumerate(messages) if message.role == "user"]
     by_role = {

@@ -213,7 +213,8 @@ def test_val_has_every_row_once_and_weights_that_make_the_mean_of_batches_the_lo
     np.testing.assert_array_equal(torch.stack([row["input_ids"] for row in val])[:, :-1], x)
     labels, scaled = split_labels(torch.stack([row["labels"] for row in val])[:, 1:])
     np.testing.assert_array_equal(labels, y)
-    # A trainer divides the loss of each batch by the number of its labels on both ranks, and then takes the mean.
+    # A trainer divides the loss of each batch by the number of labels in the batch (over both ranks), and then takes
+    # the mean over batches.
     losses = np.random.default_rng(0).random(y.shape)
     sums = (scaled.numpy() * losses).reshape(len(val) // 4, -1).sum(axis=1)
     of_trainer = np.mean(sums / np.maximum(1, (y >= 0).reshape(len(val) // 4, -1).sum(axis=1)))

@@ -231,7 +231,7 @@ def test_a_repeated_key_is_an_error_at_any_depth(tmp_path, data, many):
 
 
 class Pairs(list[Any]):
-    """An object as a list of keys and values, in which a key may occur twice."""
+    """A JSON object as a list of (key, value) pairs, in which a key may occur more than once."""
 
 
 JSON = st.recursive(

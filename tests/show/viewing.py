@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 WAIT = 500_000
-"""Timeout in milliseconds of browser waits, slightly below the time limit of a test."""
+"""Timeout for browser waits in milliseconds, slightly below the time limit of a test."""
 SHOTS = Path(__file__).resolve().parents[2] / "artifacts" / "show"
 """Folder for screenshots to inspect; not tracked."""
 

@@ -101,7 +101,7 @@ def wandb_tables(folder: Path) -> list[Any]:
 
 
 def wandb_artifacts(folder: Path) -> dict[str, bytes]:
-    """Return the files of artifacts by name; the client keeps copies until they are uploaded."""
+    """Return the contents of artifact files by name; the client keeps copies until they are uploaded."""
     entries = [entry for each in wandb_records(folder) for entry in each.artifact.manifest.contents]
     return {entry.path: Path(entry.local_path).read_bytes() for entry in entries}
 

@@ -127,7 +127,7 @@ EXHAUSTING = [
     "{{ '\\ud800' }}",
     "{{ messages[0].content * 900000 }}",
 ]
-"""Templates that use much time or memory inside one operation, where no step is counted."""
+"""Templates that use a lot of time or memory in a single operation, in which no steps are counted."""
 
 OBJECTS = (
     *("''", "messages", "messages[0]", "messages[0].content", "[]", "{}", "()", "1", "1.5", "none", "true", "range(3)"),
