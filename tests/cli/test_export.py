@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chatmill.cli.main import main
-from chatmill.format import load_format, transcript_turns
+from chatmill.format import load_format, open_renderer, transcript_turns
 from chatmill.records import Message, Record, read_records
 
 FORMAT = load_format("post-training")
@@ -103,3 +103,63 @@ def test_exported_conversations_read_back_the_same(monkeypatch, tmp_path, capsys
 def test_a_marker_in_a_text_is_reported():
     with pytest.raises(ValueError, match=r"the text of message 0 contains the marker <\|EOS\|>"):
         transcript_turns(Record([Message("user", "a <|EOS|> b")]), FORMAT)
+
+
+ANSWERS = (
+    {},
+    {"train": True},
+    {"train": False},
+    {"weight": 0.5},
+    {"train_ranges": [[0, 2, 0]]},
+    {"train_ranges": [[0, 2, 1]]},
+    {"weight": 0, "train_ranges": [[0, 2]]},
+)
+exchange_ = st.tuples(st.sampled_from([{}, {}, {"train": False}, {"train": True}]), st.sampled_from([{}, *ANSWERS]))
+weighted_ = st.fixed_dictionaries(
+    {"exchanges": st.lists(exchange_, min_size=1, max_size=3), "own": st.sampled_from([{}, {}, {"weight": 2}])}
+)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(drawn=st.lists(weighted_, min_size=1, max_size=6))
+def test_conversations_are_counted_if_their_transcripts_have_other_weights(run, drawn):
+    """The weights of the original records and of the transcripts are rendered with the same format and compared."""
+    chats = []
+    for each in drawn:
+        turns = [
+            ({"role": "user", "content": "ask"} | q, {"role": "assistant", "content": "reply"} | a)
+            for q, a in each["exchanges"]
+        ]
+        chats.append({"messages": [turn for pair in turns for turn in pair], **each["own"]})
+    Path("in.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    command = ("export", "transcripts", "in.jsonl", "-o", "out.txt", "--context-length", "99", "--overwrite")
+    code, out, _ = run(*command, "--json")
+    assert code == 0
+    counted = json.loads(out)["ledger"].get("noted", {}).get("weights_left_out", {"rows": 0, "tokens": 0})
+    renderer, transcript_renderer = open_renderer("chatml", "bytes"), open_renderer("post-training", "bytes")
+    records, again = (list(read_records([name])) for name in ("in.jsonl", "out.txt"))
+    differ = [
+        record
+        for record, other in zip(records, again, strict=True)
+        if renderer.render([record]).weights().tolist() != renderer.render([other]).weights().tolist()
+    ]
+    assert counted["rows"] == len(differ)
+    assert counted["tokens"] == sum(len(transcript_renderer.render([record]).ids) for record in differ)
+
+
+def test_a_note_reports_weights_that_are_left_out_and_weight_zero_drops_the_record(run):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    long = [*turns, {"role": "user", "content": "x" * 50}, {"role": "assistant", "content": "no", "train": False}]
+    chats = [{"weight": 0.5, "messages": turns}, {"weight": 0, "messages": turns}, {"messages": long}]
+    Path("in.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    code, out, err = run("export", "transcripts", "in.jsonl", "-o", "out.txt", "--context-length", "20")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "out.txt: 2 conversations, 17 tokens",
+        "  truncated pair_over_context: 57 tokens",
+        "  dropped no_trained_tokens: 1 row, 9 tokens",
+        "  noted record_weight: 2 rows, 0 tokens",
+        "  noted weights_left_out: 1 row, 9 tokens",
+        "note: the weights or train_ranges of 1 conversation are left out, because transcripts have none",
+    ]
+    assert Path("out.txt").read_text() == "<|USER|>hi<|END|><|ASSISTANT|>yo<|END|><|EOS|>\n" * 2

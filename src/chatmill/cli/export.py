@@ -24,7 +24,7 @@ from chatmill.cli.options import (
 from chatmill.cli.record_options import AddTokens, Inputs, ReadOptions, TokenizerName, print_rejects
 from chatmill.format import TurnRenderer, load_format
 from chatmill.prepare.job import existing
-from chatmill.prepare.transcripts import transcript_lines
+from chatmill.prepare.transcripts import WEIGHTS_LEFT_OUT, transcript_lines
 from chatmill.records.files import local_files
 from chatmill.store.files import refuse_existing, writing
 from chatmill.store.parquet import export_parquet
@@ -50,7 +50,8 @@ def transcripts(
     Writes one conversation per line, each ending with <|EOS|>. The first exchange must fit in the context together with
     the system turn; each later exchange only has to fit on its own. The conversation ends before the first exchange
     that does not fit. A conversation with line breaks or other control characters is written as a JSON string, so
-    reading the file with `--shape transcript` gives the same text.
+    reading the file with `--shape transcript` gives the same text. Weights and train_ranges are left out and counted,
+    because transcripts have none. Records with weight 0 are dropped.
 
     \b
     Example:
@@ -74,6 +75,11 @@ def transcripts(
         stored = ledger.total("stored")
         echo_line(f"{output}: {counted(stored.rows, 'conversation')}, {stored.tokens:,} tokens")
         print_losses(ledger)
+        if weighted := ledger.entries.get(("noted", WEIGHTS_LEFT_OUT)):
+            conversations = counted(weighted.rows, "conversation")
+            typer.echo(
+                f"note: the weights or train_ranges of {conversations} are left out, because transcripts have none"
+            )
     print_rejects(records)
 
 

@@ -9,16 +9,22 @@ from itertools import islice
 from chatmill.errors import RecordError
 from chatmill.fit import turns_that_fit
 from chatmill.format import TurnRenderer, transcript_turns
+from chatmill.format.messages import messages_of
 from chatmill.ledger import Ledger
-from chatmill.records import Record
+from chatmill.records import Message, Record
 
 CHUNK = 1024
+WEIGHTS_LEFT_OUT = "weights_left_out"
+"""The ledger reason for conversations that are trained with other weights when their transcripts are read."""
 
 
 def transcript_lines(
     records: Iterable[Record], renderer: TurnRenderer, context_length: int, ledger: Ledger
 ) -> Iterator[str]:
-    """Yield one line for each conversation, if at least its first exchange fits."""
+    """Yield one line for each conversation, if at least its first exchange fits.
+
+    Records with weight 0 are dropped. Transcripts have no other weights, so all their answers have weight 1.
+    """
     stream = iter(records)
     while chunk := list(islice(stream, CHUNK)):
         rows = renderer.render(chunk)
@@ -30,6 +36,9 @@ def transcript_lines(
             except RecordError as fault:
                 ledger.add("dropped", fault.kind, rows=1, tokens=length)
                 continue
+            if not record.weight:
+                ledger.add("dropped", "no_trained_tokens", rows=1, tokens=length)
+                continue
             if not count:
                 answered = any(message.role == "assistant" for message in record.messages)
                 ledger.add("dropped", "first_pair_over_context" if answered else "no_pair", rows=1, tokens=length)
@@ -37,7 +46,15 @@ def transcript_lines(
             ledger.add("stored", rows=1, tokens=stored)
             if stored < length:
                 ledger.add("truncated", "pair_over_context", tokens=length - stored)
+            if record.weight != 1 or any(map(_has_weight, messages_of(record, renderer.format)[:count])):
+                ledger.add("noted", WEIGHTS_LEFT_OUT, rows=1, tokens=stored)
             # With EOS, the file gives the same records whether it is read as lines or as a stream.
             text = "".join(turns[:count]) + renderer.format.end
             plain = text.isprintable() and text == text.strip() and all(message.complete for message in record.messages)
             yield text if plain else json.dumps(text, ensure_ascii=False)
+
+
+def _has_weight(message: Message) -> bool:
+    """Whether a message, or a range of its text, has another weight than its role: 1 for answers, 0 for others."""
+    by_role = float(message.role == "assistant")
+    return message.weight not in (None, by_role) or any(weight != by_role for _, _, weight in message.train_ranges)
