@@ -8,7 +8,9 @@ from chatmill.errors import DataError
 from chatmill.load.config import LoadConfig
 from chatmill.load.loader import EpisodeLoader
 from chatmill.show.dataset import open_view
+from chatmill.show.explain import explain_token
 from chatmill.show.viewer import Viewer
+from chatmill.store.reweigh import reweigh_dataset
 
 MIX = {"chat": 1.0, "tools": 3.0}
 
@@ -75,3 +77,24 @@ def test_sources_are_chosen_by_name_and_must_share_their_tokenizer(folder, tmp_p
     make(tmp_path, [line("q", "a")], format="chatml").path.rename(tmp_path / "two")
     with pytest.raises(DataError, match="two and one have different tokens; view one source at a time"):
         open_view(tmp_path)
+
+
+def test_explanations_use_the_train_on_of_the_dataset_that_a_row_comes_from(tmp_path):
+    """All datasets are made from the same file, so its name does not identify the dataset."""
+    mix = tmp_path / "mix"
+    mix.mkdir()
+    for train_on in ("all", "last"):
+        make(tmp_path, [line("q", "one", "r", "two")], train_on=train_on).path.rename(mix / train_on)
+    reweigh_dataset(mix / "all", mix / "reweighed", train_on="assistant")
+    view = open_view(mix)
+    for episode, name in enumerate(("all", "last", "reweighed")):
+        alone = open_view(mix / name)
+        for token in range(len(view.row("train", episode).ids)):
+            sentence = explain_token(view, "train", episode, token).sentence
+            expected = explain_token(alone, "train", 0, token).sentence
+            assert sentence == expected.replace("episode 0", f"episode {episode}")
+        reasons = {explain_token(view, "train", episode, token).reason for token in range(1, 9)}
+        value = "assistant" if name == "reweighed" else name
+        assert any(f"train_on {value} " in reason for reason in reasons)
+        assert view.shape_of(str(tmp_path / "chat.jsonl"), name) == alone.shape_of(str(tmp_path / "chat.jsonl"))
+    assert view.shape_of(view.dataset["train"].files[0].path, "all")[0] == "messages"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from store_fixtures import contents, some_rows, write_dataset
 
 import chatmill.store.verify as store_verify
 from chatmill.errors import DataError
-from chatmill.rows import concat
+from chatmill.rows import NO_FILE, concat
 from chatmill.store.layout import SEGMENT, STORED_SPAN
 from chatmill.store.read import open_dataset
 from chatmill.store.verify import SplitCounts, verify_dataset
@@ -175,6 +176,21 @@ def test_reading_a_damaged_table_names_its_file(dataset, name, dtype, change, sa
     with pytest.raises(DataError) as raised:
         list(open_dataset(dataset)["train"].sweep())
     assert str(raised.value) == f"{path}: {said}; the file was changed; run chatmill verify {dataset} --full"
+
+
+def test_a_file_index_in_a_dataset_without_input_files_is_reported(tmp_path):
+    rows = some_rows(1)
+    origins = rows.origins.copy()
+    origins["file"] = NO_FILE
+    write_dataset(tmp_path / "x", {"train": replace(rows, origins=origins, files=())})
+    path = tmp_path / "x" / "train" / "shard_00000" / "origins.bin"
+    table = np.fromfile(path, dtype=SEGMENT)
+    table["file"][0] = 0
+    table.tofile(path)
+    with pytest.raises(
+        DataError, match="invalid file index; expected none, because the dataset names no input files; "
+    ):
+        list(open_dataset(tmp_path / "x")["train"].sweep())
 
 
 def test_a_ledger_that_disagrees_with_the_shards_is_named(dataset):

@@ -96,28 +96,35 @@ class DatasetView:
             raise UsageError(f"{self.title}: no episode {episode} in {split}; {right}")
         return episodes.rows([episode])
 
-    def shape_of(self, file: str) -> tuple[str | None, ShapeOptions]:
-        """Return the record shape of an input file, and the options of the shape."""
-        for entry in self._sources(file):
+    def shape_of(self, file: str, source: str | None = None) -> tuple[str | None, ShapeOptions]:
+        """Return the record shape of an input file, and the options of the shape.
+
+        In a folder of datasets, `source` is the dataset of the file.
+        """
+        for entry in _entries(self._config_of(source), file):
             if "shape" in entry:
                 names = ("columns", "response_template", "instruction_template")
                 options = {name: str(entry[name]) for name in names if isinstance(entry.get(name), str)}
                 return str(entry["shape"]), ShapeOptions(**options)
         return None, ShapeOptions()
 
-    def train_on(self, file: str | None) -> TrainOn | None:
-        """Return the `train_on` of an input file, or None if the dataset does not record it."""
-        value = self.config.get("train_on")
-        if "reweighed_from" not in self.config:
-            value = next((entry.get("train_on") for entry in self._sources(file)), value)
+    def train_on(self, file: str | None, source: str | None = None) -> TrainOn | None:
+        """Return the `train_on` of an input file, or None if the dataset does not record it.
+
+        In a folder of datasets, `source` is the dataset of the file.
+        """
+        config = self._config_of(source)
+        value = config.get("train_on")
+        if "reweighed_from" not in config:
+            value = next((entry.get("train_on") for entry in _entries(config, file)), value)
         return value if value in get_args(TrainOn) else None
 
-    def _sources(self, file: str | None) -> Iterator[Mapping[str, Any]]:
-        """Yield the metadata of an input file: its shape, source and `train_on`."""
-        listed = self.config.get("sources")
-        for entry in listed if isinstance(listed, list) else ():
-            if isinstance(entry, dict) and entry.get("file") == file:
-                yield entry
+    def _config_of(self, source: str | None) -> Mapping[str, Any]:
+        """Return the options of the dataset that a row comes from: in a folder of datasets, that of its source."""
+        if not isinstance(self.dataset, MixedDataset):
+            return self.config
+        metadata = next((each.dataset.metadata for each in self.dataset.mixed if each.name == source), None)
+        return {} if metadata is None else metadata.config
 
     def split_named(self, split: str | None) -> tuple[str, Episodes]:
         """Return the split with this name, by default the first split that has an episode."""
@@ -168,6 +175,14 @@ def open_view(
                 return DatasetView(dataset, TokenText(candidate), None)
     called = f"{one_line(name, 200)} ({built_with[:12]}…)" if name else f"{built_with[:12]}…"
     return DatasetView(dataset, TokenText(None), f"the tokenizer {called} was not found; pass it with --tokenizer")
+
+
+def _entries(config: Mapping[str, Any], file: str | None) -> Iterator[Mapping[str, Any]]:
+    """Yield the metadata of an input file: its shape, source and `train_on`."""
+    listed = config.get("sources")
+    for entry in listed if isinstance(listed, list) else ():
+        if isinstance(entry, dict) and entry.get("file") == file:
+            yield entry
 
 
 def dataset_text(dataset: Place) -> TokenText:

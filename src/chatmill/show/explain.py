@@ -95,7 +95,7 @@ def explain_token(view: DatasetView, split: str, episode: int, token: int) -> Ex
     (span,) = span_views(row, at, at + 1)
     origin = origin_of(row, segment)
     position = token - int(row.segment_start[segment])
-    reason = reason_for(span, train_on=view.train_on(origin.file))
+    reason = reason_for(span, train_on=view.train_on(origin.file, origin.source))
     id, text = int(row.ids[token]), view.text.token(int(row.ids[token]))
     name = part_name(row, span, view.text)
     what = "part of the tool definitions" if name == "tool definitions" else PARTS[span.part]

@@ -296,10 +296,10 @@ class Viewer:
         return {"lines": [self._source_record(row, segment).for_export() for segment in segments]}
 
     def _source_record(self, row: Rows, segment: int) -> SourceRecord:
-        file, line, _ = origin_of(row, segment)
+        file, line, source = origin_of(row, segment)
         if file is None or line is None:
             raise UsageError("the dataset does not record where this conversation came from")
-        shape, options = self._view.shape_of(file)
+        shape, options = self._view.shape_of(file, source)
         key = row.origins[segment]["key"].tolist()
         return source_record(file, line, shape=shape, options=options, key=key, folders=self._folders)
 

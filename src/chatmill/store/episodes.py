@@ -155,7 +155,10 @@ class Episodes:
             raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
         # NO_FILE is the largest integer, so adding 1 wraps it around to 0.
         if (wrong := table["file"] + np.uint32(1) > len(self.files)).any():
-            what = f"a segment has an invalid file index; expected an index below {len(self.files)}"
+            right = (
+                f"an index below {len(self.files)}" if self.files else "none, because the dataset names no input files"
+            )
+            what = f"a segment has an invalid file index; expected {right}"
             raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
         first_segment = np.searchsorted(row, np.arange(num_rows + 1))
         return Rows(ids, spans, first_span, _copied(table, ORIGIN), first_segment, self.files)
