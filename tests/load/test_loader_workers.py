@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import time
 from itertools import islice
@@ -45,7 +46,8 @@ def test_the_thread_ends_when_the_loader_is_garbage_collected(dataset, monkeypat
     loader = EpisodeLoader(dataset, SMALL, ahead=1)
     thread = slowly(loader)
     del loader
-    thread.join()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_closing_a_loader_ends_its_thread_and_it_can_still_be_used(dataset, monkeypatch):
@@ -138,3 +140,5 @@ def test_a_loader_with_a_listener_does_not_run_in_workers(dataset):
     loader = DataLoader(EpisodeLoader(dataset, SMALL, listener=Heard()), batch_size=None, num_workers=1)
     with pytest.raises(UsageError, match="set num_workers=0"):
         next(iter(loader))
+    # The error refers to the iterator in a reference cycle, and the worker ends only with the iterator.
+    gc.collect()
