@@ -70,6 +70,15 @@ def test_the_summary_accounts_for_all_tokens(place, monkeypatch, capsys):
     assert len(stored["train"]) + len(stored["val"]) == 400 - 77
 
 
+def test_the_note_about_windows_does_not_claim_a_loss(place, monkeypatch, capsys):
+    answer = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a" * 90}]}
+    Path("long.jsonl").write_text(json.dumps(answer))
+    lines = run(monkeypatch, capsys, "prepare long.jsonl -o w --max-tokens 64 --fit windows").splitlines()
+    assert lines[-1] == "note: 3 rows have only part of an answer; raise --max-tokens"
+    trained = {words[0]: words[-1] for words in map(str.split, lines) if words[0] in ("rendered", "stored")}
+    assert trained == {"rendered": "91", "stored": "91"}
+
+
 def test_json_holds_the_hash_the_splits_and_the_ledger(place, monkeypatch, capsys):
     told = json.loads(run(monkeypatch, capsys, "prepare data/conversations.jsonl -o x --pack 512 --json"))
     assert told.keys() == {"path", "sha256", "format", "splits", "ledger"}

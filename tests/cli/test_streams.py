@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from chatmill.cli.commands import COMMANDS
 from chatmill.cli.guard import guarded
+from chatmill.cli.options import print_table
 from chatmill.cli.streams import Output
 from chatmill.errors import ChatmillError, DataError, RecordError, UsageError, one_line
 
@@ -177,6 +178,7 @@ def test_help_of_each_command_to_a_closed_pipe_exits_with_0(monkeypatch):
 ENDS_IN_ABORT = """
 import atexit, ctypes, sys, types
 from chatmill.cli.guard import guarded
+from chatmill.cli.options import print_table
 
 sys.modules["chatmill.train.process_group"] = types.SimpleNamespace(has_joined={joined})
 libc = ctypes.CDLL(None)
@@ -195,3 +197,14 @@ def test_a_finished_rank_exits_with_0_even_if_a_library_destructor_aborts():
         for joined in (True, False)
     ]
     assert [(done.returncode, done.stdout) for done in ended] == [(0, "trained\nclosed\n"), (-6, "trained\nclosed\n")]
+
+
+def test_a_table_folds_long_texts_and_loses_no_character(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    place = "folder/" + "conversations_" * 5 + "train.jsonl:812"
+    print_table(("loss", "from", ""), ("tokens",), [("7.1677", place, "A store owner buys clothes", 1000)])
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    column = printed.splitlines()[0].index("from")
+    cells = [line[column:].split(" ", 1)[0] for line in printed.splitlines()[1:]]
+    assert "".join(cells) == place

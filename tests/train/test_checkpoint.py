@@ -146,6 +146,9 @@ def test_a_missing_checkpoint_is_reported_with_the_available_ones(tmp_path):
     listed = f"{tmp_path}/step_00000001, {tmp_path}/step_00000002"
     assert str(some.value) == f"{tmp_path}/nope: no such checkpoint; expected auto or one of {listed}"
     assert choose(tmp_path, "auto") == tmp_path / "step_00000002"
+    with pytest.raises(UsageError) as run:
+        choose(tmp_path, str(tmp_path))
+    assert str(run.value) == f"{tmp_path}: is a run, not a checkpoint; expected auto or one of {listed}"
 
 
 def test_a_checkpoint_without_required_keys_is_damaged_even_with_a_valid_hash(tmp_path):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from chatmill.errors import UsageError, one_line
@@ -90,8 +90,8 @@ def print_ledger(ledger: Ledger) -> None:
 
 
 def print_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str | int]]) -> None:
-    """Print a table of text columns and right-aligned number columns."""
-    table = Table(*texts, box=None, pad_edge=False, header_style="")
+    """Print a table of text columns and right-aligned number columns. Long texts are folded, not shortened."""
+    table = Table(*(Column(name, overflow="fold") for name in texts), box=None, pad_edge=False, header_style="")
     for column in numbers:
         table.add_column(column, justify="right")
     for row in rows:

@@ -50,7 +50,7 @@ from chatmill.remote.urls import Place, place
 from chatmill.store.metadata import Metadata
 
 NOTES = {
-    "answer_cut": "{rows} lost part of an answer; raise --max-tokens",
+    "answer_cut": "{rows} {have} only part of an answer; raise --max-tokens",
     "header_of_cut_message": "{rows} lost the tools or system text that the chat template writes into the first user "
     "message; raise --max-tokens, or use --fit exchanges, which drops these rows",
     "answer_unfinished": "{answer_tokens} {are} not trained, because a block ends inside the answer; use larger blocks",

@@ -18,7 +18,7 @@ from chatmill.cli.options import (
     echo_line,
     print_table,
 )
-from chatmill.errors import UsageError, one_line
+from chatmill.errors import UsageError
 from chatmill.plain_file import local_path
 from chatmill.remote.urls import place
 from chatmill.show.order_view import step_previews
@@ -70,7 +70,7 @@ def rows_command(
         echo_json({"run": str(folder), "step": step, "loss": mean, "conversations": len(losses), "rows": rows})
         return
     echo_line(f"{folder}, step {step:,}: {counted(len(losses), 'conversation')}, loss {mean:.4f}")
-    lines = [(f"{row.loss:.4f}", str(row.episode), one_line(place or "-", 60), text) for row, (place, text) in listed]
+    lines = [(f"{row.loss:.4f}", str(row.episode), place or "-", text) for row, (place, text) in listed]
     print_table(("loss", "episode", "from", ""), (), lines)
 
 

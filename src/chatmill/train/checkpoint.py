@@ -334,6 +334,8 @@ def choose(folder: Path, resume: str) -> Path | None:
         there = ", ".join(map(str, list_checkpoints(folder)))
         right = f"auto or one of {there}" if there else f"auto; {folder} has no checkpoint yet"
         raise UsageError(f"{resume}: no such checkpoint; expected {right}")
+    if its := list_checkpoints(path):
+        raise UsageError(f"{resume}: is a run, not a checkpoint; expected auto or one of {', '.join(map(str, its))}")
     return path
 
 
