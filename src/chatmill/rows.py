@@ -325,8 +325,8 @@ def weigh(
 ) -> None:
     """Set the weight of every span with the rule ROLE. Tool results are always context.
 
-    `record_weights` has the weight of each segment's record. By default, it is the weight of the ROLE spans that are
-    trained so far, or 1 if none is.
+    `record_weights` has the weight of each segment's record. By default, it is the weight of the segment's ROLE spans
+    that already have a nonzero weight, or 1 if there are none.
     """
     decided = spans["rule"] == Rule.ROLE
     factor: NDArray[np.float32] | float = 1.0

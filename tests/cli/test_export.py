@@ -123,7 +123,7 @@ weighted_ = st.fixed_dictionaries(
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(drawn=st.lists(weighted_, min_size=1, max_size=6))
 def test_conversations_are_counted_if_their_transcripts_have_other_weights(run, drawn):
-    """The weights of the original records and of the transcripts are rendered with the same format and compared."""
+    """The original records and the transcripts are rendered with the same format, and their weights are compared."""
     chats = []
     for each in drawn:
         turns = [

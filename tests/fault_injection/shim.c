@@ -124,7 +124,8 @@ static int name_fails(int kind, int folder, const char *name) {
         return value;                                                                                                  \
     } while (0)
 
-/* Return a part of the bytes, but at least one: zero would mean end of file. */
+/* Return the number of bytes to transfer: about half for a short transfer, but at least one, because zero means end of
+   file. */
 static size_t some(size_t size) { return control->error == SHORT ? size / 2 + (size > 0) * (size < 2) : size; }
 
 #define OPENING(name)                                                                                                  \

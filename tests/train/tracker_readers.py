@@ -55,7 +55,9 @@ def wandb_folders(run: Path) -> list[Path]:
 
 
 def wandb_records(folder: Path) -> Iterator[Any]:
-    """Return the client's records of an offline run: a LevelDB log of protocol buffers after a header."""
+    """Return the records that the W&B client wrote for an offline run. The file is a header followed by a LevelDB log
+    of protocol buffers.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     [path] = folder.glob("run-*.wandb")

@@ -32,7 +32,7 @@ the forward pass takes 14% less time than with the default tiles.
 """
 
 MAX_HEAD_BYTES = 256
-"""Maximum head size in bytes with which the Hopper tiles fit into shared memory."""
+"""Maximum head size, in bytes, at which the Hopper tiles fit into shared memory."""
 
 Mask: TypeAlias = Tensor | BlockMask | Bounds
 

@@ -56,7 +56,9 @@ def limited(work: Callable[[], T], seconds: float) -> T:
 
 
 class Rendezvous:
-    """Exchanges JSON values between ranks through the c10d store, with a time limit. One process needs no store."""
+    """Exchanges JSON values between ranks through the c10d store, with a time limit. A single
+    process needs no store.
+    """
 
     def __init__(self, rank: int, size: int, seconds: float) -> None:
         self.rank, self.size, self.seconds = rank, size, seconds

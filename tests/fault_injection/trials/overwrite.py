@@ -105,7 +105,7 @@ class AppearsAt(files.Disk):
 
 @contextmanager
 def no_exchange(yes: bool) -> Iterator[None]:
-    """Disable the exchange of two folders if `yes` is true, as on systems without that system call."""
+    """If `yes` is true, make exchanging two folders fail, as on a system that lacks the system call for it."""
     real = files.Disk.exchange
     if yes:
         files.Disk.exchange = lambda self, one, other: False

@@ -23,7 +23,7 @@ Render = Callable[[Record, int, bool], str | None]
 MAX_WORDS = 2
 """Maximum number of words between two tokens of a header.
 
-A token that follows more words is part of a sentence.
+A token preceded by more words is treated as part of a sentence.
 """
 
 PUNCTUATION = frozenset(".,;:!?")
