@@ -79,6 +79,23 @@ def test_the_note_about_windows_does_not_claim_a_loss(place, monkeypatch, capsys
     assert trained == {"rendered": "91", "stored": "91"}
 
 
+@pytest.mark.parametrize(
+    ("flags", "limit"),
+    [
+        ("--pack 120", "--pack"),
+        ("--pack 120 --max-tokens 120", "--pack and --max-tokens"),
+        ("--pack 240 --max-tokens 120", "--max-tokens"),
+    ],
+)
+def test_the_notes_name_the_options_that_limit_the_length(place, monkeypatch, capsys, flags, limit):
+    lines = run(monkeypatch, capsys, f"prepare data/conversations.jsonl -o x {flags}").splitlines()
+    assert lines[-2:] == [
+        f"note: 8,235 of 22,183 trained tokens were cut off; raise {limit}, or use --fit windows",
+        f"note: 77 rows were dropped because the last exchange does not fit; raise {limit}, or use --fit turns or "
+        "--fit windows",
+    ]
+
+
 def test_json_holds_the_hash_the_splits_and_the_ledger(place, monkeypatch, capsys):
     told = json.loads(run(monkeypatch, capsys, "prepare data/conversations.jsonl -o x --pack 512 --json"))
     assert told.keys() == {"path", "sha256", "format", "splits", "ledger"}

@@ -61,6 +61,17 @@ def test_the_first_records_of_each_source_are_read_and_faulty_ones_listed(tmp_pa
     assert [re.sub("^.*/", "", fault)[:9] for fault in faults] == ["a.jsonl:1"]
 
 
+def test_if_no_record_can_be_read_the_first_error_is_reported(tmp_path):
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "bot", "content": "hi"}]}\n' * 2)
+    with pytest.raises(DataError) as refused, open_data(tmp_path / "chat.jsonl", None, PreviewOptions()):
+        pass
+    assert str(refused.value) == (
+        "the split train would be empty; no records are left to train on (2 role); first error: "
+        f'{tmp_path}/chat.jsonl:1: message 0 has role "bot"; expected system, user, assistant or tool; --columns '
+        "assistant=bot maps this role"
+    )
+
+
 @pytest.mark.parametrize("records", [1, 7, 30, 31])
 def test_a_preview_equals_the_dataset_of_that_many_records(tmp_path, records):
     (tmp_path / "chat.jsonl").write_text("".join(LINES))

@@ -194,7 +194,7 @@ def run(
     if as_json:
         echo_json(_summary(output, metadata))
         return
-    _print_summary(output, metadata)
+    _print_summary(output, metadata, limit=_length_options(job))
     if rejected is not None and (count := sum(rejected.counts.values())):
         what = "record was" if count == 1 else "records were"
         echo_line(f"{count:,} {what} rejected; see {rejected.path}")
@@ -229,7 +229,14 @@ def _summary(output: Place, metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _print_summary(output: Place, metadata: Metadata) -> None:
+def _length_options(job: Job) -> str:
+    """Return the options that must be raised for longer rows; --max-tokens may not exceed --pack."""
+    if job.pack is None or (job.max_tokens is not None and job.max_tokens < job.pack):
+        return "--max-tokens"
+    return "--pack" if job.max_tokens is None else "--pack and --max-tokens"
+
+
+def _print_summary(output: Place, metadata: Metadata, *, limit: str) -> None:
     for name, split in _summary(output, metadata)["splits"].items():
         echo_line(
             f"{output}/{name}: {counted(split['episodes'], 'episode')}, {split['tokens']:,} tokens, "
@@ -238,7 +245,7 @@ def _print_summary(output: Place, metadata: Metadata) -> None:
         )
     print_ledger(metadata.ledger)
     for line in warnings_of(metadata.ledger):
-        echo_line(f"note: {line}")
+        echo_line(f"note: {line.replace('raise --max-tokens', f'raise {limit}')}")
 
 
 def warnings_of(ledger: Ledger) -> Iterator[str]:

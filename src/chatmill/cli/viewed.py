@@ -15,7 +15,7 @@ import typer
 
 from chatmill.cli.options import GivenPlace, argument, dataset_place
 from chatmill.cli.record_options import AllowCode
-from chatmill.errors import RecordError, UsageError, one_line
+from chatmill.errors import DataError, RecordError, UsageError, one_line
 from chatmill.prepare.job import InputSource, Job
 from chatmill.prepare.preview import RECORDS, prepare_preview
 from chatmill.prepare.recipe import SUFFIXES as RECIPE_SUFFIXES
@@ -105,12 +105,17 @@ def open_data(
         folder = Path(name)
         prepare = partial(prepare_preview, target=folder / "dataset", records=records, on_fault=on_fault)
         try:
-            made = prepare(job, allow_code=preview.allow_code or ())
-        except MissingTokensError:
-            # A preview adds missing control tokens to the tokenizer instead of failing.
-            if is_recipe:
+            try:
+                made = prepare(job, allow_code=preview.allow_code or ())
+            except MissingTokensError:
+                # A preview adds missing control tokens to the tokenizer instead of failing.
+                if is_recipe:
+                    raise
+                made = prepare(replace(job, add_tokens=True))
+        except DataError as error:
+            if not faults:
                 raise
-            made = prepare(replace(job, add_tokens=True))
+            raise DataError(f"{error}; first error: {faults[0]}") from None
         opened = open_view(folder / "dataset", job.tokenizer)
         ledger = made.metadata.ledger
         read, rejected = ledger.total("read").rows, ledger.total("rejected").rows
