@@ -199,7 +199,7 @@ def our_conversations(dataset: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def compared(ours: list[str], theirs: list[str]) -> dict[str, int]:
-    """Return the number of conversations that are equal on both sides, and the number on only one side."""
+    """Count the conversations that are equal on both sides, and the conversations that only one side has."""
     mine, other = Counter(ours), Counter(theirs)
     alone_here, alone_there = mine - other, other - mine
     full = sum(count for name, count in alone_there.items() if name.startswith(f"{PACK} "))

@@ -29,7 +29,7 @@ STEPS, ROWS = 40, 8
 
 @dataclass(frozen=True)
 class Trial:
-    """A line, and the size of the run that measures it."""
+    """A line of the benchmark, and the size of the run that measures it."""
 
     line: TrainLine
     data: Path

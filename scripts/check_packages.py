@@ -1,4 +1,4 @@
-"""Build the sdist and the wheel in dist/, and test them as a user would install them (`make packages`).
+"""Build the sdist and the wheel in dist/, install them as a user would, and test them (`make packages`).
 
     python scripts/check_packages.py
 
@@ -35,7 +35,7 @@ ENV.pop("PYTHONPATH", None)
 
 
 def run(*command: str | Path, **env: str) -> str:
-    """Return the output of a command; exit with the output if it fails."""
+    """Return the output of a command; if the command fails, exit and print its output."""
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=ROOT, env=ENV | env, capture_output=True, text=True, check=False, timeout=900)
     if done.returncode:

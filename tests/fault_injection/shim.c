@@ -296,7 +296,7 @@ int unlinkat(int folder, const char *path, int flags) {
 
 int close(int fd) {
     REAL(int, close, int);
-    /* Close the file, but report an error, as network file systems do for an earlier write. */
+    /* Close the file, but report an error, as network file systems do if an earlier write failed. */
     int failing = fd_fails(CLOSE, fd), result = real(fd);
     if (failing) FAIL(-1);
     return result;

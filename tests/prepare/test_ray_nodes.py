@@ -97,7 +97,7 @@ class Nodes:
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 if own in (entry / "environ").read_bytes().split(b"\0"):
                     marked.add(int(entry.name))
-        # Ray's agents overwrite their environment with their process title, so they have no mark.
+        # Ray's agents overwrite their environment, and with it the mark, with their process title; find them by parent.
         while below := {pid for pid, parent in parents.items() if parent in marked} - marked:
             marked |= below
         for pid in marked:

@@ -172,7 +172,7 @@ def s3(s3_server: Server) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run `rclone serve s3`, which checks credentials; its objects are files of `folder`."""
+    """Run `rclone serve s3`, which checks credentials; its objects are files in `folder`."""
     folder = tmp_path_factory.mktemp("rclone")
     with started("rclone", str(folder), RCLONE_KEY, RCLONE_SECRET) as port:
         yield Server(port, s3_environment(f"http://127.0.0.1:{port}", RCLONE_KEY, RCLONE_SECRET), folder=folder)

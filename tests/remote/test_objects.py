@@ -85,7 +85,7 @@ def test_every_range_reads_the_right_bytes(bucket, monkeypatch):
 
 
 def test_names_are_used_literally(bucket):
-    # A store that keeps objects as files cannot use one name for an object and a folder.
+    # A store that keeps objects as files cannot use the same name for an object and a folder.
     urls = [bucket / f"folder/{name}" for name in NAMES if bucket.scheme != "memory" or "::" not in name]
     for url in urls:
         write(url, str(url).encode())
@@ -158,7 +158,7 @@ def test_one_of_two_writers_wins_if_the_store_has_conditional_writes(store, buck
 
 
 def test_writes_of_another_program_are_visible_immediately(s3):
-    """By default, s3fs caches listings, so writes of another program would not be visible."""
+    """By default, s3fs caches listings, so writes by another program would not be visible."""
     bucket = s3.bucket()
     write(bucket / "a/1", b"1")
     assert names_below(bucket) == [bucket / "a/1"]

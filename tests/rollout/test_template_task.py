@@ -38,7 +38,7 @@ def test_prompts_equal_those_of_transformers_and_are_context(tmp_path, name):
     rows.check()
     theirs = AutoTokenizer.from_pretrained(folder)
     for ids, pairs in zip(prompt_lists(rows), CONVERSATIONS, strict=True):
-        # chatmill encodes text that looks like a control token as text, and transformers as the token.
+        # chatmill encodes text that looks like a control token as text; transformers encodes it as the token.
         messages = [{"role": role, "content": text.replace("<|im_end|>", "")} for role, text in pairs]
         wanted = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         shown = task.tokenizer.decode(ids).replace("and <|im_end|>?", "and ?")

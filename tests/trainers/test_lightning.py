@@ -81,7 +81,7 @@ def test_two_ranks_train_the_batches_and_losses_of_the_own_loop(weighted, model_
     np.testing.assert_allclose(losses, own_losses(weighted, model_folder, ACCUMULATED), rtol=0, atol=1e-5)
     assert_validated([of_rank["validated"] for of_rank in runs], weighted, ACCUMULATED)
 
-    # The first run has 50 steps. The second one resumed at step 21 and ended at step 45.
+    # The first run had 50 steps. The second run resumed at step 21 and ended at step 45.
     (log,) = (tmp_path / "audit").iterdir()
     state = torch.load(tmp_path / "resumed" / "step=45.ckpt", weights_only=True)["EpisodeDataModule"]["audit"]
     result = verify_log(log, weighted, heads={"step=45": state["head"]})
@@ -135,7 +135,7 @@ def test_epochs_of_different_lengths_are_trained_by_steps(small, small_windows, 
 
 
 def test_a_trainer_that_fetches_ahead_saves_the_position_of_what_it_trained(small, tmp_path):
-    # The order `random` has no epochs and no length, so Lightning fetches one batch before it is needed.
+    # The order `random` has no epochs and no length, so Lightning fetches one batch ahead.
     config = {**UNPACKED, "batch_sampling_mode": "random"}
     train(small, config, max_steps=6, checkpoints=tmp_path)
     for step in (1, 4):

@@ -259,7 +259,7 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
             yield _note(NOTES[reason], entry.rows or entry.tokens)
         if reason.startswith(UNREAD_KEY):
             yield unread_key(reason, entry.rows)
-    # Records listed by id are filtered, and records listed by line are dropped.
+    # The ledger counts records excluded by id as filtered, and records excluded by line as dropped.
     if excluded := sum(entry.rows for _, reason, entry in ledger if reason == "excluded"):
         yield _note(NOTES["excluded"], excluded)
 

@@ -184,7 +184,7 @@ def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_
 
 
 def _weigh(rows: Rows, turns: TurnStates, cuts: _Cuts) -> Table:
-    """Return the spans with weight 0 for answers that are not trained on in their blocks.
+    """Return the spans, with the weights of answers that are not trained on in their blocks set to 0.
 
     One weight per span is enough: blocks do not overlap, so an answer is complete in at most one of them.
     """

@@ -230,7 +230,7 @@ def message_columns(records: Sequence[Record], format: ChatFormat, compiled: Com
             messages_by_record[at] = messages_of(record, format)
             added[at] = len(messages_by_record[at]) - counts[at]
     messages = list(chain.from_iterable(messages_by_record))
-    # For speed, one loop collects each message's role and whether it is extended.
+    # For speed, one loop collects each message's role and whether it is extended: more than a role and complete text.
     listed = [
         ROLE_CODES[message.role]
         if message.weight is None

@@ -169,7 +169,7 @@ class AcceleratorBatches:
         self._parts, self._audit_state, self._closed = [], state["audit"], False
 
     def close(self) -> None:
-        """Close the audit log and stop the prefetching thread; the loop calls `close` after the last step."""
+        """Close the audit log and stop the prefetching thread; called automatically after the last micro-batch."""
         if self._audit is not None:
             self._audit_state = self._audit.checkpoint()
             self._audit.close()
@@ -189,7 +189,7 @@ class AcceleratorBatches:
         return [{**(flattened(columns) if self._flatten else columns), "step_weight": weight} for columns in parts]
 
     def _open_audit(self) -> Audit | None:
-        """Open the audit log late, because a loaded checkpoint determines which log to continue."""
+        """Open the audit log when it is first needed, because a loaded checkpoint determines which log to continue."""
         if self._audit is None and self._audit_dir is not None:
             reduce = self._sum if self.loader.world_size > 1 else None
             self._audit = Audit(self._audit_dir, state=self._audit_state, reduce=reduce)

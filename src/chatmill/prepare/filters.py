@@ -194,9 +194,10 @@ class _MatchTimeError(Exception):
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise `_MatchTimeError` in the block after `seconds`. Works only in the main thread, which receives signals.
+    """Raise `_MatchTimeError` in the `with` block after `seconds` seconds.
 
-    A regular expression match holds the GIL, so only a signal can stop it.
+    The limit works only in the main thread, which receives signals. A regular expression match holds the GIL, so only a
+    signal can stop it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

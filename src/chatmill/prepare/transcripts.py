@@ -23,7 +23,7 @@ def transcript_lines(
 ) -> Iterator[str]:
     """Yield one line for each conversation, if at least its first exchange fits.
 
-    Records with weight 0 are dropped. Transcripts have no other weights, so all their answers have weight 1.
+    Records with weight 0 are dropped. Transcripts cannot store weights, so all their answers have weight 1.
     """
     stream = iter(records)
     while chunk := list(islice(stream, CHUNK)):
@@ -55,6 +55,6 @@ def transcript_lines(
 
 
 def _has_weight(message: Message) -> bool:
-    """Whether a message, or a range of its text, has another weight than its role: 1 for answers, 0 for others."""
+    """Whether a message, or a range of its text, has a weight other than its role's default: 1 for answers, else 0."""
     by_role = float(message.role == "assistant")
     return message.weight not in (None, by_role) or any(weight != by_role for _, _, weight in message.train_ranges)

@@ -49,7 +49,7 @@ for _tag, _pattern, _first in (
 
 
 def parse_yaml(data: bytes, name: str, loader: type[RecipeLoader] = RecipeLoader) -> Any:
-    """Parse a YAML file; raise `DataError` with the position of the error if it is invalid."""
+    """Parse a YAML file; if the file is invalid, raise `DataError` with the position of the error."""
     try:
         return yaml.load(data, loader)
     except yaml.MarkedYAMLError as error:

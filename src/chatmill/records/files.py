@@ -102,7 +102,7 @@ def shown(path: Place) -> str:
 def open_bytes(
     path: Place, *, log: ReadLog | None = None, start: int = 0, stop: int | None = None
 ) -> Iterator[io.BufferedReader]:
-    """Open a file at `start`, after a byte order mark, and decompress it according to its suffix.
+    """Open a file at `start`, skip a byte order mark, and decompress the file according to its suffix.
 
     `log` records the raw bytes that are read. The caller reads only bytes before `stop`.
     """

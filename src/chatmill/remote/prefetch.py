@@ -43,7 +43,7 @@ class Prefetch:
     """Downloads objects to the cache in order, at most `limit` bytes ahead of their use.
 
     Call `used` after using an object, so that the next object can be downloaded. An object that cannot be downloaded is
-    skipped: the code that needs it downloads it again, and raises the error.
+    skipped: the code that needs the object tries the download again, and raises the error if that fails too.
     """
 
     def __init__(self, objects: Sequence[RemoteObject], limit: int) -> None:
@@ -69,7 +69,7 @@ class Prefetch:
         return Progress(self._done, len(self._objects), self._done_bytes, sum(each.size for each in self._objects))
 
     def used(self, sha256: str) -> None:
-        """Record that an object was used, or that the caller downloads it."""
+        """Record that an object was used, or that the caller downloads the object itself."""
         if sha256 not in self._used:
             with self._changed:
                 self._used.add(sha256)

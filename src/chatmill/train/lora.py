@@ -91,7 +91,8 @@ class LoraModel(HFModel):
     ) -> LoraModel:
         """Load adapters written by `save`, and their base model from `base_model` or from the recorded folder.
 
-        `weights` is the precision of the frozen base model; "float32" means the precision it had in training.
+        `weights` is the precision of the frozen base model; "float32" and "bfloat16" mean the precision it
+        had in training.
         """
         check_folder(folder)
         adapter_rank(folder, read_config(folder / ADAPTER_CONFIG))

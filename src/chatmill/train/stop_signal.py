@@ -44,8 +44,8 @@ class StopRequest:
     def _end_if_stuck(self) -> None:
         """Terminate a run that cannot finish its step.
 
-        A signal to all processes of a run, as from `timeout`, also ends the processes that compile the model. The run
-        may then wait for them forever.
+        A signal to all processes of a run, such as one from `timeout`, also ends the processes that compile the model.
+        The run may then wait for them forever.
         """
         self._arrived.wait()
         if self._finished.wait(STEP_SECONDS):

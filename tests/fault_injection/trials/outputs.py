@@ -136,7 +136,7 @@ def make(folder: Path) -> bool:
 
 def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     rng = random.Random(seed)
-    # Otherwise, each child would import these modules.
+    # Import the commands here; otherwise, each child would import them.
     app_of()
     assert apart(lambda: make(folder)).value
     for number in range(size):

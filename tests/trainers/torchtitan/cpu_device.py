@@ -2,8 +2,8 @@
 
 Without an accelerator, torchtitan uses CUDA, which a CPU build of torch does not have. This module replaces the device
 module with torch's CPU module, and the logged memory with zeros. FlexAttention has no backward pass on a CPU, so this
-module replaces it with dense attention that uses torchtitan's mask. Two steps are skipped: a new timeout after the
-first training step, which needs the index of a GPU, and a sleep of two seconds at the end. All other code is
+module replaces it with dense attention that uses torchtitan's mask. Two calls are skipped: setting a new timeout after
+the first training step, which needs the index of a GPU, and a sleep of two seconds at the end. All other code is
 torchtitan's.
 """
 
@@ -50,7 +50,7 @@ trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: N
 
 
 def without_gpu_settings(monkeypatch: Any) -> None:
-    """Make torchtitan's own configs run without CUDA graphs and in float32, because a CPU is slow in bfloat16."""
+    """Make torchtitan's own configs run without CUDA graphs and in float32, because bfloat16 is slow on a CPU."""
     monkeypatch.setattr(trainer, "wrap_with_cuda_graph", lambda function: function)
     monkeypatch.setattr(trainer, "cudagraph_teardown", lambda: None)
     monkeypatch.setitem(trainer.TORCH_DTYPE_MAP, "bfloat16", torch.float32)

@@ -182,7 +182,7 @@ class _Turns:
         return {token for text in texts for token in self._near(text)}
 
     def _near(self, text: str) -> list[str]:
-        """Return the tokens at the start and end of a text that are separated by only a few words."""
+        """Return the tokens near the start or end of a text: each gap from there to the token has only a few words."""
         matches = self.tokens.find(text)
         starts, stops = [0, *(match.end() for match in matches)], [*(match.start() for match in matches), len(text)]
         gaps = [text[start:stop] for start, stop in zip(starts, stops, strict=True)]

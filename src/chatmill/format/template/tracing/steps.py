@@ -192,7 +192,7 @@ def _stripped(text: str, chars: str | None = None, *, left: bool = True, right: 
 
 
 def _consecutive(text: str, parts: Sequence[str], gap: int | None) -> list[Range]:
-    """Return the ranges of consecutive parts of a text, which are `gap` characters apart, or any distance if None."""
+    """Return the ranges of consecutive parts of a text, which are `gap` characters apart (any distance if None)."""
     ranges, at = [], 0
     for part in parts:
         start = text.index(part, at) if gap is None else at
