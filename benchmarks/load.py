@@ -175,7 +175,7 @@ def peer_differs(dataset: Path, rows: Any, shape: Shape, batches: int = 8) -> tu
     episodes = open_dataset(dataset)["train"]
 
     def key(ids: Any, targets: Any) -> bytes:
-        # The first token of a row has no context, so it has no label.
+        # The first token has no context and is never predicted, so its label is not compared.
         return np.concatenate([ids, targets[1:]]).astype(np.int64).tobytes()
 
     stored = set()

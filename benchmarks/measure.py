@@ -21,7 +21,7 @@ from typing import Any
 def interleaved(runs: int, **works: Callable[[], object]) -> dict[str, float]:
     """Return the median run time of each function in seconds. Runs alternate, so a slowdown affects every function."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
-    # Otherwise, the garbage collector would scan objects of one function while another is timed.
+    # Without `freeze`, the garbage collector would scan the objects of one function while another is timed.
     gc.collect()
     gc.freeze()
     for _ in range(runs):

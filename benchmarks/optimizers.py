@@ -9,12 +9,12 @@ for fine-tuning. `train` requires only numpy, torch and safetensors (torchao for
 1. Train a GPT of 34 M parameters on the sources with adamw. The learning rate is constant until the validation loss
    has not fallen by FALL nats in PATIENCE evaluations, and then decays to zero.
 
-2. Select a learning rate for adamw, adafactor and muon on the tuning split. adamw8bit, adamw_bf16 and fp8 use that of
-   adamw.
+2. Select a learning rate for adamw, adafactor and muon on the tuning split. adamw8bit, adamw_bf16 and fp8 use
+   adamw's learning rate.
 
-3. Fine-tune that model with each optimizer and three seeds, which set the data order and the rounding.
+3. Fine-tune the GPT with each optimizer and three seeds, which set the data order and the rounding.
 
-4. Compare the validation losses with those of adamw with the same seed. The mean difference may be at most MOST nats.
+4. Compare each validation loss with that of adamw for the same seed. The mean difference may be at most MOST nats.
 
 "nearest" is the control: AdamW on bfloat16 weights, rounded to nearest. No limit applies to the control. Each result is
 written as soon as it is known. A restarted run continues after the last result.
@@ -216,7 +216,7 @@ class Training:
         from chatmill.train.step import Stepper
 
         plain = name in ("fp8", CONTROL)
-        # Weight decay is multiplied by the learning rate, and adafactor's learning rates are about 30 times as large.
+        # Weight decay is multiplied by the learning rate, and adafactor's learning rates are about 30 times adamw's.
         decay = 0.1 if name != "adafactor" else 0.003
         settings = OptimizerConfig(optimizer="adamw" if plain else name, learning_rate=lr, weight_decay=decay)
         return Stepper(model, model, World(0, 1, torch.device(self.device)), settings)

@@ -140,7 +140,7 @@ def _packed(packed: Any, path: Path, *, masks: bool) -> dict[str, Any]:
 
 
 def hashed(conversations: Iterable[tuple[Any, Any]], *, masks: bool) -> tuple[list[str], int]:
-    """Return one line per conversation, with its length and hash, and the total number of tokens."""
+    """Return one line (length and hash) per conversation, and the total number of tokens."""
     found, tokens = [], 0
     for ids, trained in conversations:
         digest = blake2b(np.asarray(ids, dtype=np.uint32).tobytes(), digest_size=12)

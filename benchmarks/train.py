@@ -290,7 +290,7 @@ def versions() -> dict[str, Any]:
 
 
 def best_product() -> float:
-    """Time a few large bf16 matrix products of random numbers; return the highest TFLOP/s."""
+    """Time products of large random bf16 matrices; return the highest TFLOP/s."""
     best = 0.0
     for size in (4096, 8192, 16384):
         a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in "ab")

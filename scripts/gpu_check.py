@@ -172,7 +172,7 @@ def waits(optimizer: str) -> int:
 
 
 def compare(data: Path, folder: Path, ways: dict[str, dict[str, Any]]) -> int:
-    """Train each variant; return how many failed or have losses far from those of the first."""
+    """Train each variant; return how many failed or have losses far from those of the first variant."""
     faults = 0
     right: list[float] = []
     for name, changes in ways.items():

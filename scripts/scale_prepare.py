@@ -2,7 +2,7 @@
 
     python scripts/scale_prepare.py [--conversations 50000] [--tokenizer FILE] [--ray] [--json]
 
-Each input conversation is joined from conversations in data/conversations.jsonl. With `--ray`, the dataset is also
+Each input conversation is made by joining several from data/conversations.jsonl. With `--ray`, the dataset is also
 built on a local Ray cluster of `--workers` CPUs, and written to a local S3 server (moto). Times are the elapsed seconds
 and the CPU seconds of the main process.
 """

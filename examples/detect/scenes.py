@@ -34,7 +34,7 @@ def scene(draw: random.Random, most: int, order: Order = "reading") -> tuple[str
     """Return the text and the objects of a scene: `most // 2` to `most` objects, or fewer if the grid has no space
     left.
 
-    Reading order is by the upper left corner.
+    In reading order, objects are sorted by their upper left corners.
     """
     size = grid_size(most)
     grid: Grid = [[EMPTY] * size for _ in range(size)]

@@ -48,7 +48,7 @@ class ValueCheck:
 
 
 def integer(least: int, most: int | None = None) -> ValueCheck:
-    """Accept integers from `least` to `most`, by default `LONGEST`."""
+    """Accept integers from `least` to `most`; `most` defaults to `LONGEST`."""
     limit = LONGEST if most is None else most
     expected = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
     return ValueCheck(expected, lambda value: type(value) is int and least <= value <= limit)
@@ -248,7 +248,7 @@ def from_environment(config: type[Config], environment: Mapping[str, str]) -> di
 
 
 def from_flags(config: type[Config], flags: Mapping[str, str]) -> dict[str, Any]:
-    """Parse the value of each flag as JSON, or as text if it is not JSON or its key accepts only text."""
+    """Parse the value of each flag as JSON, or as text if the value is not JSON or the key accepts only text."""
     keys = keys_of(config)
     values = {name: _flag_value(text, keys[name].check) for name, text in flags.items()}
     if faults := misfits(keys, values):
@@ -273,7 +273,7 @@ def _flag_value(text: str, check: ValueCheck) -> Any:
 
 
 def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillError] = DataError) -> dict[str, Any]:
-    """Read a TOML file. Error messages call the file `name`; `what` is the advice if the file cannot be read."""
+    """Read a TOML file. Errors call the file `name`, and advise `what` if it cannot be read."""
     name = name or str(path)
     try:
         table = tomllib.loads(local_path(path).read_text("utf-8"))

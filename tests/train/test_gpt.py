@@ -90,7 +90,7 @@ def test_other_conversations_and_padding_never_change_a_logit(model, lengths, da
     changed[0, others] = torch.randint(0, VOCAB, (int(others.sum()),))
     before, after = logits_of(model, batch)[0], logits_of(model, batch._replace(x=changed))[0]
     # Logits are bitwise equal if only other conversations change, and equal up to rounding if the conversation is
-    # alone.
+    # alone in its row.
     assert torch.equal(before[~others], after[~others])
     assert torch.allclose(before[~others], alone(model, chats[mine][0]), atol=1e-4)
 

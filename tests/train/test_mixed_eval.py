@@ -83,7 +83,7 @@ def test_losses_do_not_depend_on_ranks_and_micro_batches(mix, sums_data, tmp_pat
         assert (result.step, result.best_step, result.best_val_loss) == (6, 2, result.val_loss)
         assert (result.folder / "best" / "model" / "model.safetensors").is_file()
         assert not (result.folder / "step_00000005" / "model").exists()
-        # The run has evaluated, and its sharded checkpoint still contains both moments of every weight.
+        # After an evaluation, the sharded checkpoint still contains both moments of every weight.
         stored = ShardedTensors(result.checkpoint.glob("state-*.safetensors"))
         kinds = [{name.removeprefix(kind) for name in stored.names if name.startswith(kind)} for kind in KINDS]
         assert kinds[0] == kinds[1] == kinds[2] and len(kinds[0]) > 3

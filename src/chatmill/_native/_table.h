@@ -10,7 +10,7 @@
 #error "word keys are read as little-endian numbers; use the Python implementation on big-endian machines"
 #endif
 
-#define LONGEST 512           /* maximum length of a word in bytes, which must be a power of two */
+#define LONGEST 512           /* maximum length of a word in bytes; must be a power of two */
 #define MERGES (1u << 22)     /* limit on merges, so that a merge rank and a position in a word fit into 32 bits */
 #define SHORT 15
 #define FEW 3

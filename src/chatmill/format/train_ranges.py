@@ -4,8 +4,8 @@
     tokens     The  answer  is 4 .
     weight     own    0     own
 
-A token gets the lowest weight of its characters. If ranges cover only some of its characters, all with a positive
-weight, the role of the message determines the weight. The ledger counts tokens whose characters have different weights.
+A token gets the lowest weight of its characters. If ranges with positive weights cover only some of its characters,
+the role of the message determines the weight. The ledger counts tokens whose characters have different weights.
 """
 
 from __future__ import annotations

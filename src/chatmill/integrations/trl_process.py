@@ -120,7 +120,7 @@ class _Preparation:
         opened.chat_template = named if settings["with_tools"] else settings["template"]
 
     def _import_all(self) -> None:
-        """Prepare an example, because TRL imports some modules on first use, and later imports fail."""
+        """Prepare an example now, because TRL imports some modules on first use, and later imports would fail."""
         for template in (REFUSING, WARM_UP):
             self._tokenizer.chat_template = template
             with suppress(Exception):

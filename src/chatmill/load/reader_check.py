@@ -7,8 +7,8 @@ of two classes, and silently lose rows:
     DataLoaderDispatcher   rank 0 reads its loader and sends every n-th batch to each rank
 
 Both classes call the dataset's `set_epoch` on every rank, in the training process, before they read batches. If a
-wrapper hides `set_epoch`, Accelerate is found on the call stack of the first batch. This misses only a
-`DataLoaderDispatcher` with workers.
+wrapper hides `set_epoch`, the check searches the call stack for Accelerate when the first batch is read. The search
+misses only a `DataLoaderDispatcher` with workers.
 
 transformers' Trainer collates individual rows. It calls `len` on the dataset before it reads rows. Accelerate and
 transformers are recognized by their module names and are never imported.

@@ -1,7 +1,7 @@
 """Find duplicates and near-duplicates among all records, from the columns staged by `dedupe_columns`.
 
-Near-duplicates are found band by band: records with the same band key are candidates, and each pair of candidates is
-verified by its signatures. Verified pairs are merged into groups, and one record of each group is kept. Memory use is a
+Near-duplicates are found band by band: records with the same band key are candidates, and the signatures of each pair
+of candidates are compared. Similar pairs are merged into groups, and one record of each group is kept. Memory use is a
 few bytes per record; signatures stay in the staged files.
 """
 
@@ -156,7 +156,7 @@ def _near(files: _Files, threshold: float, twin: Numbers) -> Numbers:
     duplicates.
     """
     # Signatures store one byte of each MinHash value. Different values have the same byte with probability 1/256, so
-    # require more matches than the threshold.
+    # the required share of matches is higher than the threshold.
     needed = np.ceil(VALUES * (threshold + (1 - threshold) / 256) - 1e-9)
     groups = _Groups(files.count, files.dtype)
     bands = max((len(file.head().columns.get("bands", ())) for file in files.files), default=0)
@@ -202,7 +202,7 @@ def _numbers(keyed: NDArray[np.uint64]) -> Numbers:
 
 
 def _repeated(keyed: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Sort by key and number in place, and drop keys that occur only once."""
+    """Sort in place, by key and then by record; drop keys that occur only once."""
     keyed.sort()
     same = np.zeros(len(keyed) + 1, dtype=bool)
     for begin in range(1, len(keyed), MEMBERS):

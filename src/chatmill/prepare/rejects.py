@@ -1,4 +1,4 @@
-"""Read and count records; raise an error for an invalid record, or write it to the rejects file."""
+"""Read and count records; for an invalid record, raise an error or write it to the rejects file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def note_keys(ledger: Ledger, records: Iterable[Record]) -> None:
 
 
 def rejects_path(output: Place | None) -> Path:
-    """Return the default path: NAME.rejects.jsonl next to the output, or in the current folder if it is a URL."""
+    """Return the default path: NAME.rejects.jsonl next to the output, or in the current folder for a URL."""
     if isinstance(output, Url):
         return Path(f"{output.name}.rejects.jsonl")
     if output is not None and output.name in ("", ".."):

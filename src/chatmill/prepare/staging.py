@@ -154,7 +154,7 @@ def save(
 ) -> bytes:
     """Write single-conversation rows, with ids in the dtype `tokens` and `columns` as additional arrays of the head.
 
-    If the target is a URL, return the head, because reading it back would take a request.
+    If the target is a URL, return the head, because reading it back would take another request.
     """
     head = (rows.first_span, rows.row_start, rows.origins, record, trained_of_rows(rows))
     arrays: list[NDArray[Any]] = [

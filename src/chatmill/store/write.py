@@ -30,9 +30,9 @@ QUEUED = 24
 class SplitWriter:
     """Writes the rows of one split to the folders `shard_00000`, `shard_00001` and so on.
 
-    A shard is completed when the next row would exceed `shard_tokens`; a longer row gets its own shard. The written
-    bytes depend only on the rows, not on how rows are distributed over calls to `append`. As a context manager, a
-    writer closes its files if the block fails; `close` completes the split.
+    A shard is completed when the next row would make it longer than `shard_tokens`; a row that is itself longer gets
+    its own shard. The written bytes depend only on the rows, not on how rows are distributed over calls to `append`. As
+    a context manager, a writer closes its files if the block fails; `close` completes the split.
 
     If several processes write parts of the split, `first` is the index of the first shard of this part, and `files`
     maps its input files to their indexes. `on_shard` is called with the folder of each completed shard.

@@ -170,7 +170,7 @@ def _open_template(folder: Path, spec: str) -> Renderer:
 def find_tokenizer(
     folder: Path, training: Mapping[str, Any], control: Mapping[str, str], named: str | None
 ) -> tuple[str, Tokenizer]:
-    """Find the tokenizer that a model was trained with; return its spec and the tokenizer."""
+    """Find the tokenizer that a model was trained with; return its spec and the opened tokenizer."""
     state = read_optional(folder / TOKENIZER_STATE, "remove the file, and pass the tokenizer with --tokenizer")
     state = state if isinstance(state, dict) else {}
     besides = [str(token) for token in state.get("besides", ())]

@@ -35,7 +35,7 @@ class HalfEmbedding(nn.Embedding):
 
 
 class _CastLinear(torch.autograd.Function):
-    """Computes x Wᵀ + b in the dtype of x. The backward pass keeps the weight, but not its cast copy."""
+    """Computes x Wᵀ + b in the dtype of x. Saves the weight, but not its cast copy, for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

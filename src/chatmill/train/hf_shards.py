@@ -326,7 +326,7 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _test(folder: Path, weights: WeightPrecision, compute: torch.dtype | None, share: int) -> bool:
-    """Test whether the architecture separates packed conversations, like `HFModel`, but with weights from mapped files.
+    """Test, as `HFModel` does, whether the architecture separates packed conversations, but map the weight files.
 
     Weights are read layer by layer. They keep the dtype of the files if casting would not change the result.
     """

@@ -2,7 +2,7 @@
 
 tokenizer.path               compared with the tokenizer of the caches
 training.seed                seed, epoch_seed
-model.T                      block_size, and max_positions if that is smaller
+model.T                      block_size, and also max_positions if model.T exceeds its default
 data.caches.sft_token_cache  dataset_dir
 data.mix_sft                 mix_sft, if dataset_dir is a folder of caches
 """

@@ -48,7 +48,7 @@ class Served:
         self._quiet, self._used = 0, 0.0
 
     def is_stuck(self) -> bool:
-        """Whether the viewer was idle in several checks in a row, so that it will not close more connections."""
+        """Whether the viewer was idle in several consecutive checks, and so will close no more connections."""
         before, self._used = self._used, cpu_time(self.pid)
         self._quiet = self._quiet + 1 if self._used < before + 0.05 else 0
         return self._quiet > QUIET_ROUNDS

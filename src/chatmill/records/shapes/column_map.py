@@ -78,9 +78,9 @@ class ColumnMap:
         return out
 
     def reported(self, parsed: ParsedRecord, left_out: list[str], values: Object) -> ParsedRecord:
-        """Return the parsed record, with the file's names for unread keys; `values` is the record in the file.
+        """Return the parsed record, with the file's names for unread keys; `values` is the record as in the file.
 
-        A better answer that is mapped to a name that the shape does not read is an error.
+        It is an error to map an answer of a preference pair to a name that the shape does not read.
         """
         file_names = {key: name for name, key in self.record.items() if name in values}
         names = [_in_file(name, file_names) for name in parsed.unread_keys]

@@ -217,7 +217,7 @@ class _OriginSearch:
         return prompt_end[self._common(prompt_end, without) :]
 
     def _anchor(self, message: int, source: FieldPath | None, own: int) -> int:
-        """Return the index of the last piece before the answer that comes from the last field of the prompt."""
+        """Return the index of the last piece, before the answer, that comes from the last field of the prompt."""
         if source is None:
             return -1
         anchor = max((at for at in self.fields if at < own and self.pieces[at].source == source), default=None)
