@@ -1,4 +1,4 @@
-"""Check that the parts of src/chatmill import each other only as `MAY_IMPORT` allows, and that few parts import torch.
+"""Check that the parts of src/chatmill import each other, and libraries such as torch, only where this is allowed.
 
     python scripts/check_imports.py [PACKAGE_FOLDER]
 

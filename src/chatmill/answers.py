@@ -96,7 +96,7 @@ def _is_split(rows: Rows, turns: TurnStates) -> Flags:
 def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Table:
     """Return a copy of the spans with weight 0 for excluded answers.
 
-    Turns of other roles keep their weight only if `train_on` selects their role.
+    Turns that are not answers keep their weight only if `train_on` selects their role.
     """
     spans = joined([rows.spans])
     of_span, answer = rule[turns.of_span], spans["role"] == Role.ASSISTANT
@@ -128,7 +128,7 @@ def mask_answers(rows: Rows) -> Rows:
 def note_untrained(rows: Rows, ledger: Ledger) -> None:
     """Count in the ledger the tokens that are not trained on, by reason."""
     rule, length = rows.spans["rule"], rows.spans["length"]
-    # Skip the slower comparison of spans for rules that do not occur.
+    # Count the rules first, because comparing all spans with every rule would be slower.
     present = np.bincount(rule, minlength=256)
     for code, reason in NOTED.items():
         if not present[code]:

@@ -325,7 +325,7 @@ def weigh(
 ) -> None:
     """Set the weight of every span with the rule ROLE. Tool results are always context.
 
-    `record_weights` has the weight of each segment's record. By default, it is the weight of the segment's ROLE spans
+    `record_weights` contains the weight of each segment's record. The default is the weight of the segment's ROLE spans
     that already have a nonzero weight, or 1 if there are none.
     """
     decided = spans["rule"] == Rule.ROLE

@@ -122,7 +122,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(files):
     train_rollouts(config_of(files), files / "whole", quiet=True)
     again = files / "again"
     train_rollouts(config_of(files, keep_checkpoints=9), again, quiet=True)
-    # The logs still contain the later steps.
+    # The logs still contain the steps after this checkpoint.
     train_rollouts(config_of(files, keep_checkpoints=9), again, resume=str(again / "step_00000002"), quiet=True)
     assert weights(again) == weights(files / "whole")
     assert (again / "rollouts.jsonl").read_bytes() == (files / "whole" / "rollouts.jsonl").read_bytes()
@@ -174,7 +174,7 @@ def test_answers_depend_on_seed_step_and_row_and_not_on_how_they_are_batched(fil
 def test_every_step_and_row_samples_independently(files):
     one = {"id": 1, "messages": [{"role": "user", "content": "again"}], "objects": []}
     (files / "truth.jsonl").write_text(json.dumps(one) + "\n")
-    # The learning rate is 0 and all prompts are equal, so answers differ only by sampling.
+    # The learning rate is 0 and all prompts are equal, so answers differ only because they are sampled.
     train_rollouts(config_of(files, learning_rate=0, weight_decay=0), files / "run", quiet=True)
     answers = [tuple(line["response_token_ids"]) for line in lines_of(files / "run" / "rollouts.jsonl")]
     assert len(set(answers)) == len(answers) == 18

@@ -10,7 +10,7 @@ from chatmill.errors import DataError
 from chatmill.fit import Bins, pack, pack_lengths
 from chatmill.rows import EMPTY, concat
 
-# A segment may be empty, but not a whole row.
+# A segment may be empty, but a whole row may not.
 plain_rows = st.lists(
     st.lists(st.tuples(origins_, st.lists(spans_, max_size=3)), min_size=1, max_size=3).filter(
         lambda row: any(spans for _, spans in row)

@@ -140,5 +140,5 @@ def test_a_loader_with_a_listener_does_not_run_in_workers(dataset):
     loader = DataLoader(EpisodeLoader(dataset, SMALL, listener=Heard()), batch_size=None, num_workers=1)
     with pytest.raises(UsageError, match="set num_workers=0"):
         next(iter(loader))
-    # The error refers to the iterator in a reference cycle, and the worker ends only with the iterator.
+    # The error and the iterator are in a reference cycle, and the worker exits only when the iterator is deleted.
     gc.collect()

@@ -32,7 +32,7 @@ def read_bytes(tmp_path, monkeypatch) -> Read:
 @pytest.fixture
 def memory():
     """The file system of memory:// URLs, empty before and after each test."""
-    import fsspec  # `make sanitize` runs tests of this folder without it.
+    import fsspec  # Imported here, because `make sanitize` runs tests of this folder without fsspec.
 
     fs = fsspec.filesystem("memory")
     fs.store.clear()

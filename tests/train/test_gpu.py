@@ -50,7 +50,7 @@ def test_offloaded_activations_give_the_same_gradients_and_free_the_gpu(compiled
             hidden.float().square().sum().backward()
         results.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    # Between forward and backward, the GPU keeps the inputs of 12 layers, or with offloading those of a few.
+    # Between forward and backward, the GPU keeps the inputs of 12 layers or, with offloading, of only a few.
     one = hidden.nbytes
     assert peaks[1] >= 12 * one and peaks[3] < 6 * one
 

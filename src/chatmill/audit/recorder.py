@@ -50,8 +50,8 @@ class Audit:
     """Writes the audit log of a run; pass an instance to `EpisodeLoader` as `listener`. Only rank 0 writes the log.
 
     One digest covers at most `every` steps. To resume a run and continue its log, pass the `state` that `checkpoint`
-    returned. Digests cover only the rows of rank 0 unless `reduce` sums an array over all ranks. If a line cannot be
-    written, `AuditError` is raised.
+    returned. `reduce` sums an array over all ranks; without it, digests cover only the rows of rank 0. If a line cannot
+    be written, `AuditError` is raised.
 
         audit = Audit("logs/audit")
         loader = EpisodeLoader("data/v1", config, listener=audit)

@@ -106,7 +106,7 @@ def _first_fault(place: Path, lines: Sequence[LogLine | TornLine], checker: _Che
 
 
 def _check_heads(place: Path, lines: Sequence[LogLine | TornLine], heads: Mapping[str, str]) -> tuple[str | None, int]:
-    """Check that each head is the hash of a line; return a fault or None, and the number of lines after the heads."""
+    """Check that each head is the hash of a line; return a fault or None, and how many lines follow the last head."""
     numbers = {line.sha256: number for number, line in enumerate(lines, start=1) if isinstance(line, LogLine)}
     last = max((numbers.get(head, 0) for head in heads.values()), default=0)
     for name, head in heads.items():

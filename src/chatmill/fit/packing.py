@@ -40,9 +40,9 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], capacity: int, *, seed: 
 
     [3] [2] [4], capacity 5  ->  [4] [3 2]        order 2 0 1, first 0 1 3
 
-    Rows are placed longest first; rows of equal length, in order. Each row goes into the fullest bin with enough space
-    (the oldest of equally full bins) or into a new bin. Bins are returned in the order in which they were opened. A
-    seed permutes the bins but not their contents. A row longer than the capacity raises `DataError`; truncate it or
+    Rows are placed longest first; rows of equal length keep their order. Each row goes into the fullest bin with enough
+    space (the oldest of equally full bins) or into a new bin. Bins are returned in the order in which they were opened.
+    A seed permutes the bins but not their contents. A row longer than the capacity raises `DataError`; truncate it or
     split it into blocks first.
 
     >>> from chatmill.fit import pack_lengths

@@ -113,7 +113,7 @@ def _unpacked(part: Chosen) -> _PlannedRows:
 
 
 def _packed(chosen: Iterable[Chosen], capacity: int) -> Iterator[_PlannedRows]:
-    """Pack rows best-fit, `WINDOW` at a time."""
+    """Pack rows by best fit, `WINDOW` rows at a time."""
     window: list[Chosen] = []
     free = WINDOW
     for part in chosen:

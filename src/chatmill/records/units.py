@@ -1,7 +1,6 @@
 """Split a file into units, one per record: lines, array elements, or conversations of a transcript stream.
 
-A unit over the size limit is truncated, so that memory stays bounded. It still exceeds the limit, so that the parser
-rejects it.
+A unit over the size limit is truncated just above the limit: memory stays bounded, and the parser rejects the unit.
 """
 
 from __future__ import annotations

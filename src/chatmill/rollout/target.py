@@ -142,7 +142,7 @@ def build_target(
         missed=matching.missed,
         truncated=scan.ended == "open",
         fallback=cut.fallback,
-        # Valid objects are JSON, so parse the text only if it contains other entries.
+        # If all entries are valid, the text is JSON and need not be parsed.
         target_is_json=len(valid) == len(cut.entries) or _is_json(cut.text + appended.text.encode()),
         kept=kept,
         slots=len(slots[0]),

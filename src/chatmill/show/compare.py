@@ -193,7 +193,10 @@ def _never_first(trained: Mask) -> Mask:
 def _mask_differences(
     row: Rows, peer: PeerRow, start: int, peer_start: int, ours: Mask, theirs: Mask, clues: Clues
 ) -> Iterator[TokenDifference]:
-    """Yield runs of equal ids within one span that are in only one loss mask, or that the peer truncates."""
+    """Yield the differences between the loss masks of a block in which both rows have equal ids.
+
+    A difference is a run of tokens within one span that only one mask includes, or all tokens that the peer truncates.
+    """
     gone = np.arange(peer_start, peer_start + len(ours)) >= peer.kept
     differs = (ours != theirs) | gone
     if not differs.any():

@@ -55,7 +55,7 @@ def open_dataset(path: str | Place, *, token_dtype: str | None = None) -> Datase
 
 
 def remote_dataset(url: Url, token_dtype: str | None = None) -> Dataset:
-    """Open a dataset at a URL, which chatmill must have written; raise `DataError` like `open_dataset`."""
+    """Open a dataset that chatmill wrote, at a URL; raise `DataError` like `open_dataset`."""
     metadata = remote_metadata(url)
     _check_width(url, metadata, token_dtype)
     return _dataset(remote_files(url, metadata), metadata)

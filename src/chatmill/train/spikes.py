@@ -87,7 +87,10 @@ class LossSpikes:
 
 
 def not_finite(rows: Sequence[RowLoss], state: TrainState) -> str:
-    """Explain a step that is not finite: name its worst conversations, and suggest a fix. All ranks must call this."""
+    """Explain a step whose loss or gradient is not finite: name its worst conversations, and suggest a fix.
+
+    All ranks must call this function.
+    """
     loader, world = state.loader, state.world
     wrong, count = map(int, world.sums([sum(not math.isfinite(row.loss) for row in rows), len(rows)]))
     names = worst(rows, loader, world)

@@ -27,7 +27,7 @@ def contents(seed: int) -> dict[str, bytes]:
 
 def read_all(stored: dict[str, bytes], seed: float, rounds: int) -> str:
     rng = random.Random(seed)
-    # Slow downloads in small pieces, so that most kills hit a download.
+    # Download slowly and in small pieces, so that most kills hit a download.
     download.RANGE_BYTES = 4_000
     read = download.read
 

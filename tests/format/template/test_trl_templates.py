@@ -96,7 +96,7 @@ def supported(name: str) -> dict[str, Record]:
 
 NO_END = {"glm4moe"}
 """Templates without a token at the end of answers."""
-# This order opens each template only once.
+# With module scope, pytest groups tests by template, so each template is opened only once.
 each_template = pytest.mark.parametrize("name", ORIGINALS, scope="module")
 
 

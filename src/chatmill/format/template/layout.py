@@ -363,7 +363,7 @@ class _CellSplitter:
     def _part(self, number: int, answer: AnswerSpan) -> int:
         """Return the `Part` of one piece of an answer.
 
-        A literal has the `Part` of the next field of its message, else of the previous field.
+        A literal has the `Part` of the next field if that belongs to the same message, otherwise of the previous field.
         """
         after = bisect_left(self.fields, number)
         for at in (*self.fields[after : after + 1], *self.fields[:after][-1:]):

@@ -52,7 +52,7 @@ def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, us
     sizes |= {"alpha": scale * math.sqrt(sizes["r"]) if rslora else scale}
     sizes |= {"dropout": float(names.default_dropout if dropout is None else dropout)}
     sizes["targets"], left_out = _targets(targets, names, linear=bool(linear))
-    # This sets the whole `lora` table; the code below only reports.
+    # This sets the whole `lora` table; the code below only reports on the keys.
     translation.train["lora"] = sizes
     assumed = []
     for name, value, part in (

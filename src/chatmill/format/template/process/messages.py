@@ -185,8 +185,8 @@ def _is_bounded(steps: tuple[TraceStep, ...], pieces: tuple[TracedPiece, ...], t
     """Whether the memory needed to replay the steps is at most proportional to the size of the conversation."""
     if len(steps) > MAX_STEPS:
         return False
-    # For each slot, `copies` counts how often it may contain each text of the conversation. Key -1 counts template
-    # characters. `grown` also counts the characters that functions may add.
+    # For each slot, `copies` counts how often the slot may contain each text of the conversation. Key -1 counts
+    # template characters. `grown` also counts the characters that functions may add.
     copies: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
     grown: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
 

@@ -8,7 +8,7 @@ one conversation:
               "</think>" in slot 1: False   a guard: a result that the template observed
 
 If all guards give the same results for another conversation of the same shape, the template would render it in the same
-way. The steps are then replayed with its texts, without running the template.
+way. The steps are then replayed with the texts of that conversation, without running the template.
 
 `TracedPiece` is a piece of text with its origin. Traces and pieces are plain data that can be sent between processes.
 """
