@@ -171,7 +171,7 @@ def announced(name: str) -> Iterator[None]:
 
 
 def training(files: list[Path], results: Path) -> None:
-    """Store the GPU results that `files` contain. If `files` is empty, measure them on this machine first."""
+    """Store the GPU results that `files` contain. If `files` is empty, run the GPU benchmark first."""
     if not files:
         files = [results / "train.jsonl"]
         with announced("training"):

@@ -1,8 +1,8 @@
 """Generate the benchmark data: conversations with realistic lengths.
 
-English prose comes from the docstrings of the Python installation, and code from its sources. Words of other languages
-are random letters from their scripts. `python benchmarks/corpus.py` generates the data once, from a fixed seed, and
-stores it in `benchmarks/.data`. Use `--input` and `--tokenizer` to run a benchmark on your own data.
+English prose comes from the docstrings of the Python installation, and code from its sources. Words in other languages
+are random letters from the scripts of these languages. `python benchmarks/corpus.py` generates the data once, from a
+fixed seed, and stores it in `benchmarks/.data`. Use `--input` and `--tokenizer` to run a benchmark on your own data.
 """
 
 from __future__ import annotations

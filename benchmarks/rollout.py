@@ -1,5 +1,5 @@
 """Measure how many rollout targets are built per second on one core. The answers are long, and half of their objects
-match.
+match true objects.
 
     python benchmarks/rollout.py [--runs N] [--targets N] [--json]
 
@@ -137,7 +137,9 @@ def tokenizer_with_coordinates() -> Tokenizer:
 
 
 def rollout(draw: random.Random, tokenizer: Tokenizer) -> tuple[list[int], list[dict[str, object]]]:
-    """Return an answer of about `TOKENS` tokens with `OBJECTS` objects, and as many true objects. Half match."""
+    """Return an answer of about `TOKENS` tokens with `OBJECTS` objects, and as many true objects. Half of the
+    objects match.
+    """
     found, truth = [], []
     for number in range(OBJECTS):
         x, y = draw.randrange(850), draw.randrange(850)

@@ -53,7 +53,7 @@ def target_table(results: Results, before: str = "") -> str:
 
 
 def left_lines(table: str) -> list[str]:
-    """Return a list item for each missed target of a table, with what the profile says about the remaining time."""
+    """Return a list item for each missed target in a table, with what the profiles show about the target."""
     gone = {row.split(" | ")[0] for row in table.splitlines() if row.endswith("| **missed** |")}
     return [f"- {target.what}: {target.left}" for target in TARGETS if target.left and f"| {target.what}" in gone]
 
@@ -72,7 +72,9 @@ def _gpu(results: Results, line: str, key: str = "gib") -> float:
 
 
 def _speed_kept(results: Results) -> float:
-    """Return the speed of the fastest 4 B line within the memory limit, relative to 4 B with float32 master weights."""
+    """Return the speed of the fastest 4 B line within the memory limit, relative to the 4 B line with float32 master
+    weights.
+    """
     small = [name for name in ("4b-own-adamw_bf16", "4b-own-adamw8bit") if _gpu(results, name) <= FULL_GIB]
     best = max((_gpu(results, name, "tokens_per_s") for name in small), default=0.0)
     return best / _gpu(results, "4b-own-adamw", "tokens_per_s")

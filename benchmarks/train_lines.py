@@ -181,6 +181,7 @@ def shape_of(line: TrainLine, *, small: bool, layers: int | None = None) -> dict
     shape = {**MODELS[line.model]}
     if small:
         shape = {**SMALL, "tie_weights": shape.get("tie_weights", True), "qk_norm": shape.get("qk_norm", False)}
-    # Models that are only compiled share one GPU, so they get a small vocabulary. Kernels do not depend on its size.
+    # Models that are only compiled share one GPU, so they get a small vocabulary. The kernels do not depend on the
+    # size of the vocabulary.
     few = {"n_layer": layers, "vocab_size": min(shape["vocab_size"], 50304)} if layers else {}
     return {**shape, **few}

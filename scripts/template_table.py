@@ -169,7 +169,9 @@ def peer_ids(
 
 
 def tagged(name: str, original: TemplateRenderer, derived: Mapping[str | None, DerivedAnswers], tokenizer: Path) -> str:
-    """Describe how the mask of TRL's tagged version differs, for probes with the same text in both versions."""
+    """Describe how the mask of TRL's tagged version differs from the derived mask, for probes with the same text in
+    both versions.
+    """
     has_tags = "{%- generation -%}" in original.folder.template.source
     edition = name if has_tags else f"{name}_training"
     if not (FOLDER / f"{edition}.jinja").is_file():

@@ -226,7 +226,7 @@ def border_agreement(run: Path, folder: Path, border: str) -> dict[str, float]:
     same = likely = 0
     for truth, prompt in zip(truths, prompt_lists(task_prompts(truths, task)), strict=True):
         answer = build_answer(truth.objects, tokenizer=task.tokenizer, eos_id=task.eos_id).ids.tolist()
-        # The target keeps the complete objects and appends the others, so its text is the full answer.
+        # The target keeps the complete objects and appends the missing ones, so its text is the full answer.
         target = build_target(
             answer[: len(answer) // 2 + 3],
             truth.objects,

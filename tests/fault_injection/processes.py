@@ -1,7 +1,7 @@
 """Run work in a forked child process and report its return value, its one-line chatmill error, or its failure.
 
-Forking applies a trial's patches to the library, such as a planted fault or a fake disk, to the child as well. It is
-safe only in a process with one thread. `begin` checks this, `run.py` limits the number of threads, and no forking
+A forked child inherits a trial's patches to the library, such as a planted fault or a fake disk. Forking is safe only
+in a process with one thread. `begin` checks this, `run.py` limits the number of threads, and no forking
 process computes with torch.
 """
 

@@ -33,9 +33,7 @@ def rendered(*records: Record) -> Rows:
 
 
 def text_of(rows: Rows) -> list[tuple[str, str]]:
-    """Return each row as text, with one letter per control token, and a line with a star under each token of the loss
-    mask.
-    """
+    """Return each row as text, with one letter per control token, and a line with a star under each trained token."""
     out = []
     for row in range(len(rows)):
         one = rows[row : row + 1]

@@ -43,7 +43,7 @@ def copied(folder: Path, url: Url, *, by_hash: bool = True) -> Url:
 
 
 def train_files(folder: Path) -> set[FileInfo]:
-    """Return the files that train batches read: all but the mask, which is derived from the spans."""
+    """Return the files that are read for train batches: all but the mask, which is derived from the spans."""
     files = listed_files(read_metadata(folder))
     return {info for name, info in files if name.startswith("train/") and not name.endswith("mask.bin")}
 

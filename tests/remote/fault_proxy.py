@@ -1,4 +1,4 @@
-"""A proxy for an HTTP server that throttles, delays or breaks responses as configured.
+"""An HTTP proxy that throttles, delays or breaks the responses of a server, as configured.
 
     with fault_proxy(server.port, bandwidth=100e6) as proxy:      # bytes a second, for all connections together
         proxy.fail(Fault("status", status=503, times=2), Fault("reset", after=1000, method="GET", path="tokens"))

@@ -15,7 +15,7 @@ from chatmill.rows import OWN_ID, SPAN, Index, Part, Role, Rows, Rule, mask_runs
 
 @dataclass(frozen=True)
 class TurnTable:
-    """The turns in a set of rows. A turn is the consecutive spans of one message.
+    """The turns in a set of rows. A turn consists of the consecutive spans of one message.
 
     system | user asst | user asst asst | user
     head     exchange    exchange         exchange

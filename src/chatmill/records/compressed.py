@@ -1,6 +1,6 @@
 """Read .gz, .zst, .xz and .bz2 files in bounded memory, including files that contain several streams or frames.
 
-A truncated or corrupt file raises a `RecordError`, and so does data after the end.
+A truncated or corrupt file raises a `RecordError`, and so does other data after the last stream.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def form_of(start: bytes) -> Form | None:
 
 
 def text_form(start: bytes) -> Form | None:
-    """Return a `Form` if the bytes are printable UTF-8 text, or None."""
+    """Return a `Form` if the bytes are printable UTF-8 text, otherwise None."""
     try:
         text = getincrementaldecoder("utf-8-sig")().decode(start)
     except UnicodeDecodeError:

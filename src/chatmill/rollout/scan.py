@@ -34,7 +34,7 @@ _TO_BRACE = re.compile(rb'[^"{}]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}]*+)*+', re
 _SCALAR = re.compile(rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 _WORD = re.compile(rb"[-+.0-9A-Za-z]*+")
 _SPACE = re.compile(rb"[ \t\n\r]*+")
-# Python limits the digits of an int.
+# Python limits the number of digits that `int` parses.
 _NUMBERED = re.compile(r"object_([0-9]{1,4000})", re.ASCII)
 _COORDINATE = {token.encode(): k for token, k in COORDINATE.items()}
 # Matches a box entry in printable ASCII with chatmill's exact formatting.

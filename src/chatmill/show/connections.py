@@ -1,7 +1,7 @@
 """Limit the number of connections to the viewer, and how long each connection may wait for its client.
 
-uvicorn closes idle connections after a response. It waits forever for the rest of a request, and for a client that does
-not read the response.
+uvicorn closes idle connections after a response, but waits forever for the rest of a request, and for a client that
+does not read the response.
 """
 
 from __future__ import annotations

@@ -127,8 +127,8 @@ def timeline(log: Path) -> list[dict[str, Any]]:
 def rows_at(log: Path, step: int, dataset: Place, sources: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the episodes in each row of a step; `line` is the number of the log line with their digest.
 
-    Episodes are numbered in the whole dataset, even if the run mixed some of its sources. `sources` are the datasets of
-    a folder; their episodes are numbered consecutively.
+    Episode numbers refer to the whole dataset, even if the run mixed only some of its sources. `sources` are the
+    datasets of a folder; their episodes are numbered consecutively.
     """
     replayed = replay_step(log, step, dataset)
     mixed = tuple(source.name for source in replayed.plan.sources)

@@ -114,7 +114,8 @@ class MappedFile:
     def check(self) -> None:
         """Raise `DataError` if the file has changed since it was mapped; call this after reading the bytes.
 
-        Truncation is always detected. Overwritten bytes are detected after at most 2 ms per mapped file.
+        Truncation is always detected. To limit `stat` calls, overwritten bytes may be detected late: by at most 2 ms
+        times the number of mapped files.
         """
         if not self.size:
             return

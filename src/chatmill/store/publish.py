@@ -241,7 +241,7 @@ def _sync_parents(*paths: Path) -> None:
 def remove_folder(folder: Path, kind: FolderKind) -> str:
     """Remove a folder, unless it contains files that chatmill did not write.
 
-    Returns an empty string if the folder was removed, otherwise the reason why it was not.
+    Return an empty string if the folder was removed, otherwise the reason why it was not.
     """
     if left := remove_contents(folder, kind):
         return left

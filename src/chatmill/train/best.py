@@ -57,7 +57,7 @@ class BestEval:
         return f"val loss has not fallen{below} for {evaluations} (early_stop_patience {config.early_stop_patience})"
 
     def compared(self, is_best: bool, config: TrainConfig) -> str:
-        """Compare the last val loss with the lowest; return "" if the run does not track the lowest loss."""
+        """Return a comparison of the last val loss with the lowest, or "" if the run does not track the lowest loss."""
         if self.loss is None or not (config.keeps_best or config.early_stop_patience):
             return ""
         return ", the lowest so far" if is_best else f"; the lowest was {self.loss:.4f} at step {self.step:,}"

@@ -39,7 +39,7 @@ class Bounds(NamedTuple):
 def remember_bounds(segments: Tensor, host: Tensor) -> None:
     """Attach the boundaries of segments to a tensor on a GPU. `host` has the same segments on the CPU.
 
-    Otherwise, `bounds_of` would have to wait for the GPU in order to read the number of segments.
+    Without attached boundaries, `bounds_of` would have to wait for the GPU before it can read the number of segments.
     """
     segments._chatmill_bounds = moved(_bounds(host), segments.device)
 

@@ -87,7 +87,9 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
         trained(data, folder, name=name, resume="auto", audit_dir=str(folder / f"logs-{name}"), **steps)
 
     def came_to(name: str) -> dict[str, str]:
-        """Return the last checkpoint's weights and optimizer state. Raise if the audit log does not match."""
+        """Return hashes of the last checkpoint's weights and optimizer state. Raise if the audit log does not match
+        the dataset or the checkpoint.
+        """
         last = list_checkpoints(folder / name)[-1]
         audit = open_checkpoint(last, World(0, 1, torch.device("cpu"))).state["audit"]
         checked = verify_log(folder / f"logs-{name}" / audit["log"], data, heads={"the checkpoint": audit["head"]})

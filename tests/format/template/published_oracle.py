@@ -127,7 +127,7 @@ def plain_header(reference: Reference) -> Header:
 
 
 def best_match(reference: Reference, gap: str, header: str, *, first: bool = False) -> tuple[int, int]:
-    """Return the position in `gap` of the longest prefix of `header`, and its length, up to a token boundary."""
+    """Return the position in `gap` and the length of the longest prefix of `header` that ends at a token boundary."""
     best = (0, 0)
     if not header:
         return best
@@ -206,7 +206,9 @@ def judge_answer(reference, messages, number, places, verdict, *, tools) -> None
 
 
 def inner_ends(reference: Reference, text: str, start: int, stop: int) -> list[tuple[int, int, bool]]:
-    """Return the end tokens between two texts of an answer, or a header if there are none, as in `Verdict.inner`."""
+    """Return the end tokens between two texts of an answer, or a header if there are none, in the form of
+    `Verdict.inner`.
+    """
     ends = [
         (match.end(), behind_header(reference, text, match.end(), stop), match[0] in reference.tokens["stops"])
         for match in reference.ends.finditer(text, start, stop)
@@ -229,7 +231,9 @@ def opens_turn(reference: Reference, messages: Messages, places: Places, text: s
 
 
 def behind_header(reference: Reference, text: str, start: int, stop: int) -> int:
-    """Return the end of the header after an end token: of the assistant header, or else of the last added token."""
+    """Return where the header after an end token ends: after the assistant header or, if there is none, after the last
+    added token.
+    """
     least = plain_header(reference).least
     at = text.rfind(least, start, stop) if least else -1
     if at >= 0:

@@ -1,4 +1,4 @@
-"""A service that runs arbitrary Python code in a locked-down process, as an escaped template could."""
+"""A service that runs arbitrary Python code in a locked-down process, as a template that escapes the sandbox could."""
 
 from __future__ import annotations
 

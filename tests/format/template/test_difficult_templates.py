@@ -161,7 +161,7 @@ EXTRA = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
 def test_the_mask_of_a_difficult_template_is_exact(tmp_path, name):
     source, record, expected = GOLDEN[name]
     format = opened(tmp_path, source, name)
-    # The first renderings are derived. The last one is replayed from the cache.
+    # The first renderings derive the mask. The last one replays it from the cache.
     for _ in range(3):
         assert marked(format, record) == expected
 
@@ -177,7 +177,7 @@ def test_a_generation_config_without_an_end_token_is_accepted(tmp_path, written)
 
 
 def test_a_first_answer_starts_after_the_header_of_other_answers(tmp_path):
-    # The template has no prompt, because it fails without messages.
+    # The first answer has no prompt, because the template fails without messages.
     source = PLAIN.replace("{%- for", "{{- messages[0].role[:0] -}}{%- for", 1)
     talk = Record([answer("Hello."), user("Go"), answer("Bye")])
     expected = (

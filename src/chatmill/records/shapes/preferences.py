@@ -29,7 +29,7 @@ def refuse_preferences(owner: str, record: dict[str, Any]) -> None:
 
 
 def one_answer(record: dict[str, Any]) -> str:
-    """Return what would be right instead of a DPO pair.
+    """Return advice for a DPO pair: how to keep only the better answer.
 
     >>> one_answer({"prompt": "2+2?", "chosen": "4", "rejected": "5"})
     'expected one answer; --columns completion=chosen selects the better answer'
@@ -40,14 +40,14 @@ def one_answer(record: dict[str, Any]) -> str:
 
 
 def _columns(record: dict[str, Any]) -> str:
-    """Return the `--columns` value that reads the better answer; empty if there is none."""
+    """Return the `--columns` value that selects the better answer, or "" if no value can select it."""
     key = next((key for key in BETTER_KEYS if record.get(key) is not None), None)
     if key is None:
         return ""
     answer = record[key]
     turns = [answer] if isinstance(answer, dict) else answer if isinstance(answer, list) else []
     if len(turns) > 1:
-        # The answer repeats its prompt.
+        # An answer of several messages includes its prompt.
         return f"messages={key}{_message_names(turns)}"
     for prompt in ("messages", "conversations"):
         if isinstance(record.get(prompt), list):

@@ -1,7 +1,7 @@
 """The context that must precede an answer: the end of its prompt, starting at the assistant header, as plain text.
 
-The prompt for an answer ends with the assistant header, which the template adds for `add_generation_prompt`. In the
-row, the answer starts after the assistant header:
+The prompt for an answer ends with the assistant header, which the template adds if `add_generation_prompt` is true. In
+the row, the answer starts after the assistant header:
 
     prompt   … Hi<|im_end|>\\n<|im_start|>assistant\\n
     row      … Hi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>
