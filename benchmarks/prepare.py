@@ -89,7 +89,7 @@ def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
 class Bare:
     """Measure the floor: decoding, encoding and writing, each separately and as fast as its library allows.
 
-    Every run happens in a forked process. As in the workers of a build, its tokenizer has not encoded anything yet.
+    Every run happens in a forked process. As in the workers of a build, the tokenizer has not encoded anything yet.
     Each process prepares its own input before the timer starts, because the first access to a shared page causes a
     page fault.
     """
@@ -245,7 +245,7 @@ def main() -> None:
         one, memory = alone(__file__, "--side", "chatmill", *same, "--folder", folder)
         job = job_of(data, template)
         renderer = job_renderer(job)
-        # Half of chatmill's runs come after the peer, so that a temporary slowdown cannot affect all of them.
+        # Half of chatmill's runs come after the peers' runs, so that a temporary slowdown cannot affect all of them.
         taken = [ours(job, renderer, folder)[1] for _ in range(args.runs)]
         peers: dict[str, Any] = {}
         if not args.no_trl:
@@ -253,7 +253,7 @@ def main() -> None:
             ways = {name: way for name, way in WAYS.items() if name != "datatrove" or template is None}
             for name, (side, processes) in ways.items():
                 with tempfile.TemporaryDirectory(dir=folder) as own:
-                    # Frequent sampling would slow down the long run of the peer.
+                    # Sample memory rarely: frequent sampling would slow down the long run of the peer.
                     options = [*same, "--folder", own, "--processes", processes]
                     found, peak = alone(__file__, "--side", side, *options, every=0.5)
                     mine, _ = hashed(conversations, masks=template is None and side != "datatrove")

@@ -1,7 +1,7 @@
 """Filters that decide which records and rendered conversations a job keeps.
 
-Filters on turns, text, language and predicates check a record before it is rendered. Filters on tokens and the trained
-share check rendered rows, before truncation.
+Predicates, and filters on turns, text and language, check a record before it is rendered. Filters on tokens and the
+trained share check rendered rows, before truncation.
 """
 
 from __future__ import annotations

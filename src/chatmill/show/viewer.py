@@ -352,7 +352,7 @@ def _preview(preview: RecordPreview) -> dict[str, Any]:
 
 
 def _escaped(fields: dict[str, Any], **limits: int) -> dict[str, Any]:
-    """Escape the fields in `limits`, and truncate them to these numbers of characters."""
+    """Escape the fields named in `limits`, and truncate each of them to its limit in characters."""
     escaped = {name: one_line(fields[name], limit) for name, limit in limits.items() if fields[name] is not None}
     return {**fields, **escaped}
 

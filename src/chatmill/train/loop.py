@@ -363,8 +363,8 @@ class _Loop:
         return text
 
     def _save(self, *, usable: bool) -> None:
-        """Write a checkpoint. It has a model folder if it is not sharded or if `usable` is set. All ranks must call
-        this method.
+        """Write a checkpoint, with a model folder unless the checkpoint is sharded and `usable` is false. All ranks
+        must call this method.
         """
         state, stepper, keep = self.state, self.state.stepper, self.state.config.keep_checkpoints
         sharded = state.config.checkpoint == "sharded"

@@ -73,7 +73,7 @@ def learn_turn_marks(
 
 
 def _closes_tag(token: str, before: Collection[str]) -> bool:
-    """Whether a token closes a tag that an earlier token opened, such as `</tool_call>` or `<|tools_suffix|>`."""
+    """Whether a token, such as `</tool_call>` or `<|tools_suffix|>`, closes a tag that an earlier token opened."""
     return token.startswith("</") or _name(token) in map(_name, before)
 
 
