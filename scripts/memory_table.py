@@ -1,4 +1,4 @@
-"""Write the memory tables in docs/explanation/models.md: estimates with measurements, and estimates by model.
+"""Write the memory tables in docs/explanation/models.md: estimates next to measurements, and estimates by model.
 
 python scripts/memory_table.py            print the tables
 python scripts/memory_table.py --write    write them into docs/explanation/models.md
@@ -147,7 +147,7 @@ def fitting_table(
 
 
 def page() -> str:
-    """Return docs/explanation/models.md with these tables."""
+    """Return the text of docs/explanation/models.md with new tables."""
     text = PAGE.read_text("utf-8")
     with tempfile.TemporaryDirectory() as folder:
         for name, table in (("comparison", comparison_table), ("fitting", fitting_table)):

@@ -1,4 +1,4 @@
-"""The tests that `make clusters` and `make examples` run instead of `make test`."""
+"""The tests that are left out of `make test` and run by `make clusters` and `make examples`."""
 
 from __future__ import annotations
 

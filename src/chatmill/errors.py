@@ -39,7 +39,7 @@ class UsageError(ChatmillError):
 
 
 class DataError(ChatmillError, ValueError):
-    """Invalid data. Also a `ValueError`, because public functions are documented to raise one."""
+    """Invalid data. This is also a `ValueError`, which public functions are documented to raise."""
 
 
 class RecordError(DataError):

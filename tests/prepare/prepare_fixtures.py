@@ -121,7 +121,7 @@ def told(rows: Rows) -> Iterator[tuple[Any, ...]]:
 
 
 def assert_equal(one: Rows, other: Rows) -> None:
-    """File numbers may differ if they refer to the same files."""
+    """Assert that the rows are equal; file numbers may differ if they refer to the same files."""
     assert list(told(one)) == list(told(other))
     assert np.array_equal(one.first_segment, other.first_segment)
 

@@ -143,7 +143,7 @@ def test_a_process_killed_while_writing_a_shard_is_reported_in_one_line(tmp_path
 def test_a_shard_that_cannot_be_written_is_an_error_with_its_file(tmp_path, monkeypatch, request):
     if not may_fork(request):
         return
-    # The other files cannot be split into small units.
+    # Use only the first file: the others cannot be split into small units.
     job = job_of(write_corpus(tmp_path, 2_000)[:1], shard_tokens=20_000)
     build(job, tmp_path / "one")
     monkeypatch.setattr(pipeline, "FORKED_TOKENS", 0)

@@ -83,7 +83,7 @@ def print_port(server: subprocess.Popen[str]) -> None:
 
 
 def gcs() -> None:
-    """Serve Google Cloud Storage from memory, with any credentials. The emulator is extended with ranges and
+    """Serve Google Cloud Storage from memory; any credentials are accepted. The emulator is extended with ranges and
     preconditions.
     """
     from functools import partial

@@ -129,7 +129,7 @@ class OneLayer(torch.nn.Module):
 
 
 def loss_of(rows, model, axis):
-    """Labels are shifted, so y is the target of the next token."""
+    """Labels are shifted, so each position of y has the target of the next token."""
     batch = collate(rows, pad_token_id=EOS)
     mask = batch.y != IGNORE_INDEX
     logits = model(*(torch.as_tensor(part) for part in (batch.x, batch.positions, batch.segments)))

@@ -57,7 +57,7 @@ def rss_anon() -> int:
 
 @contextmanager
 def watched() -> Iterator[list[int]]:
-    """Yield a list. After the block, its last item is the peak growth of anonymous memory in the block."""
+    """Yield a list whose last item, after the block, is the peak growth of anonymous memory in the block."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before, growth, done = rss_anon(), [0], threading.Event()
@@ -110,7 +110,7 @@ def test_a_rank_holds_only_its_shard_and_one_tensor(models, tmp_path, count, set
         assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
         sharded_save.SHARD_BYTES = largest
         world = World(rank, count, torch.device("cpu"))
-        # The first use imports modules and makes allocations, such as the workspace of BLAS.
+        # Warm up, because the first run imports modules and makes allocations, such as the workspace of BLAS.
         torch.ones(VOCAB, VOCAB) @ torch.ones(VOCAB, VOCAB)
         open_and_save(world, folder / "toy", settings, tmp_path / "toy")
         return open_and_save(world, folder / "model", settings, tmp_path / "saved")

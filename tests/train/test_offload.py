@@ -40,7 +40,7 @@ def copies(monkeypatch) -> list[str]:
 
 
 def gpt2() -> HFModel:
-    """The dropout masks must be the same in the recomputation."""
+    """Return a model with dropout, whose masks must be the same in the forward pass and in the recomputation."""
     torch.manual_seed(0)
     return HFModel(GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **COUNTS)).train())
 

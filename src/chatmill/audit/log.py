@@ -3,8 +3,8 @@
     2026-01-03T16:44:19.628Z | TRAINING | INFO | action=epoch_start | epoch=0 | seed=42 | … | previous=9f2c…
 
 A field value is plain text, or a JSON string in which `|` is also escaped. A value therefore never contains a separator
-or a line break. The log is append-only. A line that a crash truncated stays in the file, and the next line records its
-length and hash.
+or a line break. The log is append-only. A line that a crash truncated stays in the file, and the next line records the
+length and hash of the truncated line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Clock = Callable[[], datetime]
 
 
 class AuditError(ChatmillError):
-    """Raised if the audit log cannot be written or continued, which stops the run."""
+    """Raised if the audit log cannot be written or continued. The run then stops."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def read_log(path: Path) -> list[LogLine | TornLine]:
 
 
 def torn_fields(torn: Sequence[TornLine]) -> dict[str, Any]:
-    """Return the fields with which the next valid line records the torn lines before it."""
+    """Return the fields that record torn lines in the next valid line."""
     raw = b"\n".join(part.raw for part in torn)
     return {"torn_bytes": len(raw), "torn_sha256": hashlib.sha256(raw).hexdigest()}
 

@@ -214,7 +214,7 @@ class LongMixSchedule:
     def _block(self, positions: Index) -> Index:
         """Return the index of the block that contains each position in a period."""
         block = positions * self._blocks // self.period
-        # Because row counts are rounded down for each source, a block may start a few rows early.
+        # Row counts are rounded down for each source, so a block may start a few rows before its exact start.
         following = (self.weights[:, None] * (block + 1) // self._blocks).sum(axis=0)
         return block + (positions >= following)
 

@@ -96,7 +96,7 @@ class Selection:
 def choose(staged: Sequence[StagedFile], job: Job, ledger: Ledger, excluded: Excluded = NOTHING) -> Selection:
     """Apply `--exclude`, deduplication and `max_samples`, and return the rows of each split.
 
-    Excluded records are removed before deduplication, so a record that is equal to an excluded record is kept.
+    Excluded records are removed before deduplication, so no record is removed as a duplicate of an excluded record.
     """
     excluded_rows = excluded.flags(staged) if excluded.lines else None
     duplicates = find_duplicates(staged, job, excluded_rows) if job.removes_duplicates else None

@@ -29,7 +29,7 @@ FRESH = 2.0
 
 
 class _State(NamedTuple):
-    """The `stat` of a file. A file that replaces it has another inode or change time."""
+    """The `stat` of a file. If the file is replaced, the new file has a different inode or change time."""
 
     size: int
     modified: int
@@ -76,7 +76,7 @@ class InputFiles:
     def check(self, parts: Iterable[tuple[Place, BytesRead]], *, is_planned: Callable[[], bool]) -> None:
         """Raise a `DataError` unless the files still contain the bytes that were read.
 
-        `is_planned` plans again and returns whether the parts are the same. It is called if a file may have changed.
+        `is_planned` plans again and returns whether the parts are unchanged. It is called if a file may have changed.
         """
         now = _states(self._states)
         for path, state in now.items():

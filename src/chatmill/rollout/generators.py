@@ -71,8 +71,8 @@ class TextServer(Server):
     """A generator that receives text from an OpenAI-compatible server and encodes it with the task's tokenizer.
 
     With `api` "completions", the prompt is sent as text. With "chat", the messages are sent, and the server renders
-    them. If the server reports the number of prompt tokens, it must be the same as in training. The encoded tokens may
-    differ from the tokens that the model generated.
+    them. If the server reports the number of prompt tokens, this number must be the same as in training. The encoded
+    tokens may differ from the tokens that the model generated.
     """
 
     task: Task

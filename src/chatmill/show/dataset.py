@@ -120,7 +120,7 @@ class DatasetView:
         return value if value in get_args(TrainOn) else None
 
     def _config_of(self, source: str | None) -> Mapping[str, Any]:
-        """Return the options of the dataset that a row comes from: in a folder of datasets, that of its source."""
+        """Return the options of the dataset of a row; in a folder of datasets, `source` is the name of this dataset."""
         if not isinstance(self.dataset, MixedDataset):
             return self.config
         metadata = next((each.dataset.metadata for each in self.dataset.mixed if each.name == source), None)

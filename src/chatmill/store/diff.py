@@ -1,8 +1,8 @@
 """Compare two datasets: match their conversations by content, regardless of order, shards and packing.
 
 Each conversation has a key, a hash of its ids, and a hash of its weights and targets. To save memory, keys are compared
-in 16 passes, each over one part of the key space. A key that occurs several times is matched as often as it occurs in
-both datasets, most similar conversations first:
+in 16 passes, each over one part of the key space. If a key occurs n times in A and m times in B, min(n, m) pairs of
+conversations are matched, most similar pairs first:
 
     A   k:57* k:57. k:8.       equal 1, mask 1, changed 0, removed 1
     B   k:57* k:57*

@@ -1,8 +1,9 @@
 """Find the record weights of stored conversations.
 
-A dataset has no column for the weight of a record: the weight is in the trained tokens. A conversation whose tokens are
-all context, or are trained only by their own `weight` or `train_ranges`, does not contain it. Rows made by
-`--fit windows` and blocks contain parts of conversations, so another part of the conversation may have the weight.
+A dataset has no column for the weight of a record: only the tokens that are trained by role have this weight. A
+conversation whose tokens are all context, or are trained only by their own `weight` or `train_ranges`, therefore does
+not contain the weight of its record. Blocks and rows made by `--fit windows` contain parts of conversations, so another
+part of the conversation may contain the weight.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Chunk = tuple[Table, Index, Table]
 
 @dataclass(frozen=True)
 class RecordWeights:
-    """The record weights of conversations that `train_on` trains, but that are not trained by role so far."""
+    """The record weights of the conversations in which `train_on` adds the first tokens that are trained by role."""
 
     keys: Keys
     """The origins of the conversations as bytes, sorted."""
@@ -47,7 +48,7 @@ class RecordWeights:
 
 
 def find_record_weights(chunks: Callable[[], Iterator[Chunk]], train_on: TrainOn) -> RecordWeights:
-    """Read the chunks once to list the conversations without a record weight, and again to find it in other parts."""
+    """List the conversations without a record weight, then read all chunks again to find the weights in other parts."""
     missing = [_keys(origins[_is_missing(spans, first, train_on)]) for spans, first, origins in chunks()]
     keys = np.unique(np.concatenate(missing)) if missing else _keys(np.empty(0, dtype=ORIGIN))
     lowest, highest = (np.full(len(keys), limit, dtype=np.float32) for limit in (np.inf, 0))
@@ -61,7 +62,7 @@ def find_record_weights(chunks: Callable[[], Iterator[Chunk]], train_on: TrainOn
 
 
 def _is_missing(spans: Table, first_span: Index, train_on: TrainOn) -> NDArray[np.bool_]:
-    """Return which conversations get trained tokens by role, but have none so far."""
+    """Return which conversations get tokens that are trained by role, but have none so far."""
     gains = select(spans, first_span, train_on) & (spans["rule"] == Rule.ROLE)
     gained = np.diff(offsets(gains)[first_span])
     missing: NDArray[np.bool_] = (gained > 0) & (weights_by_role(spans, first_span) == 0)
@@ -78,7 +79,7 @@ def _keys(origins: Table) -> Keys:
 
 
 def _find(keys: Keys, wanted: Keys) -> tuple[Index, Index]:
-    """Return the positions in the sorted `keys` of all wanted keys that occur there, and the indexes of the latter."""
+    """Find `wanted` in the sorted `keys`; return the position of each match in `keys` and its index in `wanted`."""
     if not len(keys):
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)

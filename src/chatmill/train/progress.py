@@ -1,4 +1,4 @@
-"""Show the progress of a run: a progress bar in a terminal, periodic lines in other outputs."""
+"""Show the progress of a run: a progress bar in a terminal, otherwise periodic lines."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_a_trace_is_compared_with_the_template_at_uses_1_2_4_8():
         )[1],
     ):
         renderer.lay_out_columns(columns_of(path))
-    # The others use the trace of the first conversation.
+    # Only these conversations are compared; the others use the trace of the first conversation unchecked.
     assert compared == ["1", "2", "4", "8", "16"]
 
 

@@ -99,7 +99,7 @@ def test_two_ranks_train_the_same_and_resume_on_one(plain, plain_loop, tmp_path)
         plain_loop(whole)
         np.testing.assert_allclose(resumed["losses"], whole["losses"][STEPS + 1 : 45], rtol=0, atol=1e-5)
 
-    # The first run has 50 steps. The second one resumed at step 21 and ended at step 45.
+    # The first run has 50 steps. The second run resumes at step 21 and ends at step 45.
     (log,) = (tmp_path / "audit").iterdir()
     result = verify_log(log, plain)
     assert (result.fault, result.steps) == (None, 50 + 45 - (STEPS + 1))

@@ -1,4 +1,4 @@
-"""Check the invariant of trained answers on the token ids of many finished rows at once.
+"""Check the invariant of trained answers (see `answer_check`) on the token ids of many finished rows at once.
 
     row      … <|im_end|> \n | <|im_start|> assistant \n | Hello . <|im_end|> | \n …
                                header of the prompt         trained, ends with an end token
@@ -54,7 +54,7 @@ def expected_answers(contexts: Sequence[Context], encode: Encode, *, rewrites: b
     """Return the headers that must precede the answers, as token ids.
 
     `rewrites` means that the tokenizer normalizes text, so the bytes of the tokens may differ from the text. `strips`
-    means that some control tokens remove the whitespace before the token (lstrip).
+    means that some control tokens remove the whitespace before them (lstrip).
     """
     headers, tails = [], []
     for context in contexts:
@@ -155,7 +155,7 @@ class RowCheck:
         return right
 
     def _spells(self, ids: Ids, start: Index, count: int, size: Index) -> NDArray[np.bool_]:
-        """Whether the `count` tokens before each answer cover `size` bytes. Only the last token may extend further."""
+        """Whether the `count` tokens before each answer cover `size` bytes; only the last may extend beyond them."""
         if not count:
             return size <= 0
         tokens = ids[(start - count)[:, None] + np.arange(count)]

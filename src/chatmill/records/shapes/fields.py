@@ -340,7 +340,7 @@ def template_kwargs(record: KeyReader) -> str:
 def read_weight(fields: KeyReader, role: Role | None = None) -> float | None:
     """Return the weight set by one of `FLAG_KEYS` or `WEIGHT_KEYS`, or None.
 
-    A tool result cannot have a weight over 0.
+    A tool result cannot have a weight above 0.
     """
     given = {key: value for key in (*FLAG_KEYS, *WEIGHT_KEYS) if (value := fields.take(key)) is not None}
     if not given:

@@ -1,4 +1,4 @@
-"""The service in a template process, which opens the templates of one renderer and answers requests about records."""
+"""The service in a template process: it opens the templates of one renderer and answers requests about records."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class TemplateEngine:
         except RecordError:
             if not request.cacheable:
                 raise
-            # Try again without guards: recording them renders more prompts, and their errors must not reject the
-            # record.
+            # Try again without guards: recording guards renders more prompts, and errors in these prompts must
+            # not reject the record.
             derived = attempt(False)
         steps = derived.steps
         if steps is not None:

@@ -11,7 +11,7 @@ from jinja2.utils import Namespace, missing
 
 
 class UndefinedVariableError(UndefinedError):
-    """A template uses the value of an undefined variable."""
+    """Raised if a template uses the value of an undefined variable."""
 
     def __init__(self, variable: str, message: str) -> None:
         super().__init__(message)
