@@ -126,7 +126,7 @@ class RunCallback(TrainerCallback):
     """
 
     def __init__(self, rows: TrainRows, *, flatten: bool = False, expected: Mapping[str, Any] | None = None) -> None:
-        """Pass the same `flatten` as to `Collator`. `expected` defaults to `training_arguments(rows)`."""
+        """`flatten` must be the same as for `Collator`. `expected` defaults to `training_arguments(rows)`."""
         self.rows = rows
         self._flatten = flatten
         self._expected = expected

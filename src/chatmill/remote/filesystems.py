@@ -60,7 +60,7 @@ def filesystem(url: Url) -> tuple[Any, str]:
 
 
 def _options(extra: str, configured: dict[str, Any]) -> dict[str, Any]:
-    """The user's fsspec configuration takes precedence over these options."""
+    """Return the options of a filesystem; values in `configured`, the user's fsspec configuration, take precedence."""
     if extra == "s3":
         given: dict[str, Any] = {
             "connect_timeout": CONNECT_TIMEOUT,

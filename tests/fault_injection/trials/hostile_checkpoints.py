@@ -1,4 +1,6 @@
-"""Every change keeps the hashes valid. The run must resume to the same result or stop with a one-line error."""
+"""Change checkpoints and make their hashes match. The run must resume to the same result or stop with a one-line
+error.
+"""
 
 from __future__ import annotations
 
