@@ -159,7 +159,7 @@ def _end_with_the_parent() -> None:
 
 
 def may_fork(request) -> bool:
-    """Return whether this process has only one thread. If not, run the test in a new process."""
+    """Return True if this process has only one thread; otherwise, run the test in a new process and return False."""
     if threading.active_count() == 1:
         return True
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", request.node.nodeid]

@@ -28,7 +28,7 @@ class OneLayer(nn.Module):
 
 
 def conversations(count: int) -> Rows:
-    """The first token is often trained on, so that segment boundaries matter."""
+    """Return conversations whose first token is often trained on, so that segment boundaries matter."""
     draw = np.random.default_rng(5)
     plain = []
     for line in range(count):

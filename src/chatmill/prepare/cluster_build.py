@@ -39,7 +39,7 @@ TASKS_PER_CPU = 2
 
 @dataclass(frozen=True)
 class ClusterBuild:
-    """A build on a Ray cluster whose target is a URL; `fingerprint` identifies its job and input."""
+    """A build of a dataset at a URL, on a Ray cluster; `fingerprint` identifies its job and input."""
 
     engine: RayEngine
     target: RemoteTarget
@@ -102,7 +102,7 @@ class ClusterBuild:
         return 1 if job.pack is None else max(1, shards // (TASKS_PER_CPU * self.engine.num_cpus()))
 
     def remove_units(self) -> None:
-        """Remove the staged objects. Objects that cannot be removed are harmless; `chatmill clean` removes them."""
+        """Remove the staged objects. Any that remain after an error are harmless; `chatmill clean` removes them."""
         try:
             self.engine.remove(objects.names_below(self.units))
         except ChatmillError as error:

@@ -1,4 +1,4 @@
-"""Run units from a new process, for a caller that has threads.
+"""Run units in workers that are forked from a new process, for a caller that has threads.
 
 A fork copies the locks that other threads hold, but not the threads: a worker forked while another thread encodes may
 deadlock. The new process has no other Python threads; it loads the renderer of the job and forks the workers.

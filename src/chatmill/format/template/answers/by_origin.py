@@ -71,7 +71,7 @@ def answers_by_origin(
     The assistant header is taken from the first prompt that has one. `prompts` lists the prompts to search, each by its
     number of messages.
 
-    With `prompt_ends`, prompts that end like an earlier prompt are not traced again.
+    With `prompt_ends`, prompts that end like an earlier prompt are not traced.
     """
     search = _OriginSearch(full, prompts, render_traced, tokens, ends, eos, prompt_ends)
     return [search.answer(message) for message in assistants]

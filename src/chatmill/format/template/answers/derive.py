@@ -58,7 +58,7 @@ def derive(
 
     `ends` contains the tokens at which a server stops, and `text_tokens` the control tokens that may come from text.
     With `cacheable`, the trace records guards, so that other conversations can reuse it. With `last_only`, only the
-    last assistant message is an answer. This has no effect if generation tags mark the answers.
+    last assistant message is an answer, unless generation tags mark the answers.
     """
     _check_complete(record)
     plain = plain_input(record, template.style)
