@@ -1,4 +1,4 @@
-"""Compare the speed of rendering conversations with bare tokenization and with transformers.
+"""Compare the speed of chatmill's rendering with that of bare tokenization and of transformers.
 
     python benchmarks/render.py                    50 000 conversations, medians of 5 runs
     python benchmarks/render.py --conversations 5000 --runs 3 --json

@@ -82,6 +82,6 @@ def make_model(trial: Trial) -> CausalModel:
         from chatmill.train.quantized import use_nf4
 
         use_nf4(lm)
-    # Qwen3 separates packed conversations, so HFModel need not test it.
+    # Qwen3 is known to separate packed conversations, so HFModel need not test whether it does.
     model = HFModel(lm, compute=compute, separates=True)
     return model.with_lora(LoraSizes(r=16), Path()) if line.precision.base else model

@@ -2,9 +2,9 @@
 
     python scripts/demo_table.py with_mask.json without_mask.json
 
-Both files are outputs of `chatmill eval --json`. The script exits with 1 if there are fewer than 200 questions. The
-first model must answer at least 70 percent of them exactly, end at least 99 percent of its answers, and be at least 30
-points better than the second.
+Both files are outputs of `chatmill eval --json`. The script exits with 1 if a target is missed: there must be at least
+200 questions, and the first model must answer at least 70 percent of them exactly, end at least 99 percent of its
+answers, and be at least 30 points better than the second.
 """
 
 from __future__ import annotations

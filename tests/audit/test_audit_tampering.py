@@ -182,7 +182,7 @@ FORGERIES = [
 
 @pytest.mark.parametrize("number", range(len(FORGERIES)))
 def test_a_forged_log_with_a_valid_hash_chain_is_detected(dataset, tmp_path, number):
-    """The head of the checkpoint is not passed to `verify_log`."""
+    """`verify_log` does not get the head that the checkpoint stores."""
     action, forge, said = FORGERIES[number]
     _, states = run(dataset, tmp_path, 11, checkpoints=(9,), config={"batch_size": 8})
     audit, _ = run(dataset, tmp_path, 12, config={"batch_size": 8}, saved=states[9])

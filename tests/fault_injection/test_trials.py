@@ -1,4 +1,4 @@
-"""The fault-injection trials at short sizes; `make gauntlet` runs them at full size."""
+"""The fault-injection trials at small sizes; `make gauntlet` runs them at full size."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@
     MixSchedule, shares, row_weights  which source each position is drawn from
     DataSource, open_sources          the datasets that a run reads
 
-`order` and `mix` determine the sequence of episodes, and `plan` arranges them into rows and steps. `read` locates their
-tokens and spans, `batch` fills the arrays, and `loader` returns the batch. Names are imported lazily, because the
-loader imports torch if it is installed.
+`order` and `mix` determine the sequence of episodes, and `plan` arranges them into rows and steps. `read` locates the
+tokens and spans of the episodes, `batch` fills the arrays, and `loader` returns the batch. Names are imported lazily,
+because the loader imports torch if it is installed.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class Listener(Protocol):
         """
 
     def epoch_completed(self, plan: LoadPlan, epoch: int, step: PlannedStep) -> None:
-        """Called before the last batch of an epoch is returned; `step.dropped` are the episodes that do not fill a
-        batch.
+        """Called before the last batch of an epoch is returned; `step.dropped` contains the leftover episodes, which
+        are too few to fill a batch.
         """
 
 

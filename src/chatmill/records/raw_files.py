@@ -1,4 +1,4 @@
-"""Open local files and objects. Objects are read a few MiB at a time, with read-ahead."""
+"""Open local files and remote objects. Objects are read a few MiB at a time, with read-ahead."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def _read(
                 yield items
             on_end(line)
         except RecordError as fault:
-            # The rest of the file is corrupt. Without a line number, the fault is on the line after the last one read.
+            # The rest of the file is corrupt. A fault without a line number is on the line after the last one read.
             yield [fault.at(files.label(part.path), fault.line or line + 1)]
 
 

@@ -130,7 +130,7 @@ def _key(before: str, number: int) -> TextPart:
 
 
 def _texts(stretch: Stretch) -> list[str]:
-    """Return the text before each coordinate of a stretch; without coordinates, return its text."""
+    """Return the text before each coordinate of a stretch, or the whole text of a stretch without coordinates."""
     run, separators, count = stretch
     return [_text(run), *(separators[at % len(separators)] for at in range(count - 1))]
 

@@ -1,15 +1,17 @@
 """The index of a split for filters and search in the viewer; `index_build` builds it once and caches it on disk.
 
-    columns.npy  a record for each episode: tokens, trained tokens, and a bit set each of sources, rules and roles
+    columns.npy  a record for each episode: tokens, trained tokens, and bit sets of its sources, rules and roles
     text.bin     the folded text of all episodes, each followed by END
     ends.npy     the offset of each episode in the text, and the end of the last
     grams.bin    for each block of the text a bit for every hashed run of four bytes that begins in it: a search reads
                  only blocks that have all runs of the query
 
-An index can be used while it is built. Filters cover the first `filtered` episodes, and search the first `searched`.
+An index can be used while it is built. Filters cover the first `filtered` episodes, and a search covers the first
+`searched` episodes.
 
-SQLite FTS5 would be slower. With 100,000 episodes on 2 ARM cores, a query of one character takes 150 to 240 ms instead
-of 9 ms, and building takes 2.7 to 8 times as long. Its trigram tokenizer also ignores text after a NUL.
+SQLite FTS5 would be slower. With 100,000 episodes on 2 ARM cores, a query of one character takes 150 to 240 ms with
+FTS5 instead of 9 ms, and building the index takes 2.7 to 8 times as long. The trigram tokenizer of FTS5 also ignores
+text after a NUL.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor, without importing `DTensor`, which takes seconds."""
+    """Return whether a tensor is a DTensor, without importing `DTensor`, because the import takes seconds."""
     return hasattr(tensor, "device_mesh")
 
 

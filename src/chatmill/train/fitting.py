@@ -63,7 +63,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Fit:
-    """The memory estimate for a run, the available memory, and the changes that would make it fit."""
+    """The memory estimate for a run, the available memory, and the changes that would make the run fit."""
 
     estimate: Estimate
     available: float | None

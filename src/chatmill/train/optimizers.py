@@ -118,7 +118,7 @@ def make_optimizer(model: CausalModel, settings: OptimizerConfig) -> AnyOptimize
             raise UsageError(
                 f"optimizer is muon, which torch {torch.__version__} does not support; install torch 2.9 or later"
             )
-        # Prepare torch for bfloat16, because Muon computes its matrix products in bfloat16.
+        # Muon computes its matrix products in bfloat16; prevent torch's warning about that on older Arm processors.
         usable_precision(torch.bfloat16)
         # Scale Muon's updates to the RMS of AdamW updates, so that both optimizers use the same learning rate.
         muon = torch.optim.Muon(

@@ -1,4 +1,4 @@
-"""RLIMIT_DATA limits the memory of the process to a small part of the dataset's size. Mapped files do not count."""
+"""RLIMIT_DATA limits the memory of the process to a small fraction of the dataset's size; mapped files do not count."""
 
 from __future__ import annotations
 

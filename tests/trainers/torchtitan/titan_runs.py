@@ -115,7 +115,7 @@ class Recorder(Trainer):
         super().__init__(config)
         for module in self.model_parts[0].modules():
             if isinstance(module, FSDPModule):
-                # Gloo, which connects ranks on a CPU, can only sum.
+                # Gloo, the backend for ranks on CPUs, can sum gradients but not average them.
                 module.set_force_sum_reduction_for_comms(True)
         self.batches: list[dict[str, np.ndarray]] = []
         self.losses: list[float] = []

@@ -57,7 +57,7 @@ class CachedTrace:
 def cached_trace(
     steps: Sequence[TraceStep], laid_out: LaidOut, num_texts: int, text_tokens: ControlTokens, encoder: ControlEncoder
 ) -> CachedTrace:
-    """Return the cached trace of a conversation with `num_texts` texts."""
+    """Return the trace to cache for a conversation with `num_texts` texts."""
     simple = simple_sections(laid_out.layout, num_texts, text_tokens, encoder)
     merged = merge_guards(steps, num_texts)
     guards_of_texts = [step for step in merged if step.is_guard and all(slot < num_texts for slot in step.slots)]

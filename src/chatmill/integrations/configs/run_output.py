@@ -24,7 +24,7 @@ def take_output_dir(translation: Translation, keys: TheirKeys) -> None:
 
 
 def take_saving(translation: Translation, keys: TheirKeys) -> None:
-    """Read the checkpoint interval; only intervals in steps have a counterpart."""
+    """Read the checkpoint interval; only intervals in steps have a counterpart in chatmill."""
     strategy, steps = keys.text_or_no("save_strategy"), keys.number("save_steps")
     often = keys.number("saves_per_epoch")
     at_the_end = {"save_interval": ONLY_AT_THE_END}
