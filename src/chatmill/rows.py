@@ -359,8 +359,9 @@ def select(spans: Table, first_span: Index, train_on: TrainOn) -> NDArray[np.boo
 
 
 def weights_by_role(spans: Table, first_span: Index) -> NDArray[np.float32]:
-    """Return the largest weight of the ROLE spans of each segment. This is the weight of its record, or 0 if no ROLE
-    span is trained.
+    """Return the largest weight of the ROLE spans of each segment.
+
+    This is the weight of the segment's record, or 0 if no ROLE span is trained.
     """
     counts = np.diff(first_span)
     largest = np.zeros(len(counts), dtype=np.float32)

@@ -129,7 +129,7 @@ def test_an_added_token_with_the_id_of_another_is_one_line(trained, tmp_path):
 
 
 def test_a_merge_without_the_prefix_of_its_model_is_one_line(trained, tmp_path):
-    """The Rust library would abort the process, because it removes the prefix without checking for it."""
+    """The Rust library would abort the process, because it removes the prefix without checking that there is one."""
     model = {
         "type": "BPE",
         "vocab": {"a": 0, "b": 1, "ab": 2},

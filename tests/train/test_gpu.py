@@ -31,7 +31,7 @@ WIDER = replace(SIZES, head_dim=32, max_positions=512)
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_offloaded_activations_give_the_same_gradients_and_free_the_gpu(compiled, monkeypatch):
-    # FlashAttention adds up gradients in any order unless deterministic algorithms are on.
+    # FlashAttention adds up gradients in varying order unless deterministic algorithms are on.
     monkeypatch.setattr(flash, "are_deterministic_algorithms_enabled", lambda: True)
     batch = Inputs.of(packed(ROWS, 512), "cuda")
     peaks, results = [], []

@@ -23,7 +23,7 @@ LOADED_HASHES = ("dataset_sha256", "config_sha256")
 
 
 class SavedState(NamedTuple):
-    """An audit state, and the JSON object that contains it, usually together with the loader state."""
+    """An audit state, and the JSON object that contains it and usually also the loader state."""
 
     audit: Mapping[str, Any]
     run: Mapping[str, Any]

@@ -373,7 +373,7 @@ def replay_step(log: str | Path, step: int, dataset: str | Place | None = None) 
 
 
 def _current_lines(log: Path) -> list[tuple[int, LogLine]]:
-    """Return the lines that no resumed run abandoned, with their line numbers."""
+    """Return the lines of a log, except those that a resumed run discarded, with their line numbers."""
     kept: list[tuple[int, LogLine]] = []
     for number, line in enumerate(read_log(log), start=1):
         if not isinstance(line, LogLine):

@@ -157,7 +157,7 @@ def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> 
 
 
 def _grouped(group: Index) -> Index:
-    """Return the stable argsort, several times faster than `np.argsort`; the values are overwritten."""
+    """Compute the stable argsort several times faster than `np.argsort` does; `group` is overwritten."""
     group *= len(group)
     group += np.arange(len(group), dtype=np.int64)
     group.sort()

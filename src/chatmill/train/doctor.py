@@ -48,7 +48,7 @@ class TableRow:
 def diagnose(folders: Sequence[str | Path] = (), *, seconds: float = SECONDS) -> list[TableRow] | None:
     """Run all checks; return the table on rank 0, and None on other ranks.
 
-    All ranks must call this function. `folders` are the folders that they should share.
+    All ranks must call this function. `folders` are the folders that all ranks should share.
     """
     if not 0 < seconds <= MOST_SECONDS:
         raise UsageError(

@@ -4,7 +4,7 @@
     copies       in 0      in 1      in 2  to host    copies       in 1      in 0            to the GPU
 
 Copies between GPU and host run on a separate CUDA stream and overlap with computation. The GPU holds at most two block
-inputs at once: that of the current block, and that of the next block while it is copied.
+inputs at once: the input of the current block, and another input while it is being copied.
 """
 
 from __future__ import annotations

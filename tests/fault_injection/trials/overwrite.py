@@ -175,7 +175,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     for number in range(min(size, len(chosen) * 4)):
         thing, operation = chosen[number % len(chosen)], rng.choice(operations)
         if thing == "a link instead of a listed file" and operation == "remove":
-            # If a link replaces a listed file while the file is being removed, the two cannot be told apart.
+            # A link that replaces a listed file while the file is being removed cannot be told apart from the file.
             continue
         survives_a_race(rounds, thing, operation, tally, after=rng.random() < 0.5, exchange=number % 3 != 2)
     for number in range(min(size, len(chosen))):

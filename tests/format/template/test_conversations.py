@@ -143,7 +143,7 @@ def test_rendering_many_conversations_gives_the_same_rows_as_one_by_one():
 
 
 def test_a_cached_trace_is_not_followed_if_prefixes_would_give_another_result(tmp_path):
-    # The prompt ends with "Well: ", so an answer that starts with these words begins after them.
+    # The prompt ends with "Well: ", so if a message starts with "Well: ", only the text after that is trained.
     source = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
         "{{ '<|assistant|>Well: ' if add_generation_prompt else '' }}"

@@ -158,7 +158,7 @@ def split_text_tokens(
 ) -> tuple[TokenLayout, list[str]] | None:
     """Move each text token in `sections` to its own cell. Return the new layout and the texts for its slots.
 
-    Return None if a text token, with the whitespace that it strips, spans a boundary.
+    Return None if a text token, including the whitespace that it strips, crosses a cell boundary.
     """
     pieces: list[tuple[int, str | None]] = []
     texts: list[str] = []
