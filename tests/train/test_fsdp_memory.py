@@ -106,7 +106,7 @@ def test_a_rank_holds_only_its_shard_and_one_tensor(models, tmp_path, count, set
     folder, size, largest = models
 
     def work(rank: int) -> list[int]:
-        # Otherwise, freed memory would count as memory in use.
+        # Return freed blocks to the system at once; otherwise they would count as memory in use.
         assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
         sharded_save.SHARD_BYTES = largest
         world = World(rank, count, torch.device("cpu"))
@@ -121,7 +121,7 @@ def test_a_rank_holds_only_its_shard_and_one_tensor(models, tmp_path, count, set
     assert max(opening) <= bound, f"{growths} bytes for a model of {size}; largest tensor {largest}"
     # The growth must include the shard; otherwise the measurement is wrong.
     assert min(opening[1:]) >= 0.9 * size / count, growths
-    # Allow buffers of files and sockets, in addition to one tensor.
+    # Allow for buffers of files and sockets, in addition to one tensor.
     assert max(saving) <= 1.5 * largest, growths
     if "lora" not in settings:
         assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > count

@@ -196,7 +196,7 @@ def test_a_resumed_run_finds_the_same_spikes_on_one_and_two_ranks(run, data, tmp
 
     (count, first), second = ranks(2, work)
     assert (count, second) == (1, [1, []])
-    # A resumed run prints the counts of its first batch over all ranks, but not the answers again.
+    # A resumed run prints the counts of its first batch, summed over all ranks, but prints no answers.
     assert first[1:-1] == same[1:-1]
     assert same[1].startswith("first batch: 4 rows, ")
     assert len(same) == 3

@@ -214,7 +214,7 @@ class LongMixSchedule:
     def _block(self, positions: Index) -> Index:
         """Return the index of the block that contains each position in a period."""
         block = positions * self._blocks // self.period
-        # Row counts are rounded down for each source, so a block may start a few rows before its exact start.
+        # Row counts are rounded down per source, so a block may start a few rows earlier than in an exact division.
         following = (self.weights[:, None] * (block + 1) // self._blocks).sum(axis=0)
         return block + (positions >= following)
 
