@@ -74,7 +74,12 @@ def test_no_command_replaces_its_input_or_foreign_files(run, command):
         (["check", "empty.jsonl"], 1, "empty.jsonl: no records; expected at least one"),
         (["check", "*.none"], 1, "*.none"),
         (["check", "chat.jsonl", "--shape", "rows"], 2, 'unknown shape "rows"'),
-        (["render", "chat.jsonl", "--format", "chatlm"], 2, 'no format "chatlm"'),
+        (
+            ["render", "chat.jsonl", "--format", "llama3"],
+            2,
+            'no format "llama3"; expected chatml, ngpt, primer, post-training or a .toml file, or text, or template '
+            "for the chat template of the tokenizer's folder\n",
+        ),
         (["render", "chat.jsonl", "--tokenizer", "none.json"], 1, "none.json"),
         (["formats", "chatlm"], 2, 'no preset "chatlm"'),
         (["tokenizer", "train", "chat.jsonl", "--vocab-size", "10", "-o", "t.json"], 2, "256"),

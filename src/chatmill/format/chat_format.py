@@ -111,6 +111,10 @@ class ChatFormat:
         return msgspec.convert(stored, cls)
 
 
+class UnknownFormatError(UsageError):
+    """The name is neither a preset nor a .toml file."""
+
+
 def load_format(spec: str | Path) -> ChatFormat:
     """Load a preset by name, or a TOML file by path.
 
@@ -123,7 +127,7 @@ def load_format(spec: str | Path) -> ChatFormat:
         return parse_format(text, where=str(spec))
     given = place(spec)
     if Path(given.name).suffix != ".toml":
-        raise UsageError(f'no format "{one_line(str(given))}"; expected {", ".join(PRESETS)} or a .toml file')
+        raise UnknownFormatError(f'no format "{one_line(str(given))}"; expected {", ".join(PRESETS)} or a .toml file')
     try:
         text = local_file(spec).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
-from chatmill.format.chat_format import PRESETS, ChatFormat, load_format
+from chatmill.format.chat_format import PRESETS, ChatFormat, UnknownFormatError, load_format
 from chatmill.format.renderer import Mask, TextTokens
 from chatmill.format.template.hf_folder import HFFolder, TemplateSource, declared_tokens, has_template, read_folder
 from chatmill.format.template.process.client import start_server
@@ -94,7 +94,10 @@ def open_renderer(
     if name != TEMPLATE:
         if used := template.given():
             raise UsageError(f"{', '.join(used)} can be used only with chat templates; add --format template")
-        format = text_format(tokenizer) if name == TEXT else load_format(name)
+        try:
+            format = text_format(tokenizer) if name == TEXT else load_format(name)
+        except UnknownFormatError as error:
+            raise UsageError(f"{error}, or text, or template for the chat template of the tokenizer's folder") from None
         try:
             return TurnRenderer(format, open_tokenizer(tokenizer, control=format.tokens, add_tokens=add_tokens))
         except MissingTokensError as error:
