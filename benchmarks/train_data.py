@@ -82,7 +82,8 @@ def write_dataset(path: Path, *, small: bool) -> None:
     mean = 600 * scale
     count = int(STEPS * ROWS * block / mean)
     lengths = np.clip(rng.lognormal(np.log(mean) - 0.32, 0.8, count), 8, block).astype(np.int64)
-    # The lengths of user and assistant turns have the ratio 40:60. The last turn ends with its conversation.
+    # The lengths of user and assistant turns have the ratio 40:60. The last turn is cut to fit the length of its
+    # conversation.
     tables, firsts = [], [0]
     for length in lengths.tolist():
         turns = np.maximum(1, scale * rng.lognormal(np.log((40, 64)), 0.5, (length, 2))).astype(np.int64).ravel()

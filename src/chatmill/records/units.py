@@ -116,7 +116,7 @@ def _line_end(url: Url, at: int, end: int) -> int:
 
 
 def conversations(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog | None = None) -> Units:
-    """Yield the line and the text of each conversation of a stream; skip blank conversations."""
+    """Yield the first line number and the text of each conversation in a stream; skip blank conversations."""
     held, searched, overlong, line = bytearray(), 0, False, 1
     with open_bytes(path, log=log) as file:
         while data := file.read(chunk):

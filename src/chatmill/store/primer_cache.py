@@ -172,7 +172,7 @@ def write_cache(
             name: _write_split(staging / name, splits.get(name, ()), meta.vocab_size, shard_tokens) for name in SPLITS
         }
         meta = replace(meta, splits=written)
-        # Read `meta.json` back, so that an error is raised while writing and not in the reader.
+        # Parse the contents of `meta.json` before writing it, so that an error is raised here and not in the reader.
         for fault in ledger_faults(staging, meta.ledger, meta.stored_counts()):
             raise ChatmillError(fault)
         parse_meta(meta.to_bytes(), place=str(staging / META))

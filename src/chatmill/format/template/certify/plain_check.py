@@ -297,7 +297,7 @@ class PlainCheck:
             foreign = (word for field in _texts(other) for word in _LONG_WORD.findall(field.casefold()))
             stray = next((w for w in foreign if w in trained and w not in own_text and w not in self._source), None)
             if number != run.message and stray is not None:
-                yield f"contains {shown(stray)} of message {number} ({other.role})"
+                yield f"contains {shown(stray)} from message {number} ({other.role})"
         own = [match for word in set(_WORD.findall(own_text)) for match in re.finditer(re.escape(word), trained)]
         leading = trained[: min((match.start() for match in own), default=len(trained))]
         trailing = trained[max((match.end() for match in own), default=len(trained)) :]
