@@ -77,7 +77,7 @@ def test_a_header_or_a_word_of_another_message_inside_an_answer_is_found(tmp_pat
         answer = seen.check.answers(TURNS, rows, text)[0]
         assert answer.faults or not seen.is_ended(answer)
         if "Second" in answer.text:
-            assert any('"second" of message 2 (user)' in fault for fault in answer.faults)
+            assert any('"second" from message 2 (user)' in fault for fault in answer.faults)
         if "<|im_start|>user" in answer.text:
             assert any("header" in fault or "ends a turn" in fault for fault in answer.faults)
 
