@@ -187,7 +187,8 @@ def test_the_progress_of_downloads_is_shown_while_the_first_batch_waits(local, t
     monkeypatch.setattr(download, "read", slow)
     train_model(config(max_iters=1), model_name="run", dataset_dir=url, out_dir=tmp_path)
     told = next(line for line in lines if line.startswith("downloading: "))
-    assert re.fullmatch(r"downloading: 1 of 4 files, 0 of 0 MB, \d+ MB/s", told)
+    # The first line may be printed before or after the index is downloaded.
+    assert re.fullmatch(r"downloading: [01] of 4 files, 0 of 0 MB, \d+ MB/s", told)
 
 
 def test_a_model_and_a_config_file_at_urls_are_copied(local, tmp_path):
