@@ -107,7 +107,7 @@ def test_a_second_loop_goes_on_where_the_first_one_was_left(weighted, workers):
 def test_a_second_loop_over_all_epochs_is_refused(weighted, workers):
     loader = stateful_loader(weighted, UNPACKED, epochs=1, num_workers=workers)
     assert len(list(loader)) > 0
-    with pytest.raises(UsageError, match="all epochs were read; loop once"):
+    with pytest.raises(UsageError, match="all epochs have been read; loop only once"):
         list(loader)
 
 
