@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from chatmill.cli.main import main
@@ -121,6 +121,7 @@ weighted_ = st.fixed_dictionaries(
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(drawn=[{"exchanges": [({}, {"weight": 0.5})], "own": {"weight": 2}}])
 @given(drawn=st.lists(weighted_, min_size=1, max_size=6))
 def test_conversations_are_counted_if_their_transcripts_have_other_weights(run, drawn):
     """The original records and the transcripts are rendered with the same format, and their weights are compared."""

@@ -218,9 +218,7 @@ def test_show_and_explain_name_the_answer_and_why_others_are_context(tmp_path):
     row = view.row("train", 2)
     earlier = int(row.span_start[np.flatnonzero(row.spans["rule"] == Rule.EARLIER_ROW)[-1]])
     sentence = explain_token(view, "train", 2, earlier).sentence
-    assert (
-        ", the end-of-turn marker of assistant message 2, from chat.jsonl:1, is context: the answer of this" in sentence
-    )
+    assert ", the end-of-turn marker of assistant message 2, from chat.jsonl:1, is context: the answer that" in sentence
     with pytest.raises(UsageError, match="so the loss mask of each row includes only one answer; prepare"):
         reweigh_dataset(tmp_path / "x", tmp_path / "y", train_on="assistant")
 

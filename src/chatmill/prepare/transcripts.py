@@ -46,7 +46,7 @@ def transcript_lines(
             ledger.add("stored", rows=1, tokens=stored)
             if stored < length:
                 ledger.add("truncated", "pair_over_context", tokens=length - stored)
-            if record.weight != 1 or any(map(_has_weight, messages_of(record, renderer.format)[:count])):
+            if any(_has_weight(message, record) for message in messages_of(record, renderer.format)[:count]):
                 ledger.add("noted", WEIGHTS_LEFT_OUT, rows=1, tokens=stored)
             # With EOS, the file gives the same records whether it is read as lines or as a stream.
             text = "".join(turns[:count]) + renderer.format.end
@@ -54,7 +54,11 @@ def transcript_lines(
             yield text if plain else json.dumps(text, ensure_ascii=False)
 
 
-def _has_weight(message: Message) -> bool:
-    """Whether a message, or a range of its text, has a weight other than its role's default: 1 for answers, else 0."""
+def _has_weight(message: Message, record: Record) -> bool:
+    """Whether a message, or a range of its text, has a weight other than its role's default: 1 for answers, else 0.
+
+    The weight of the record multiplies all weights.
+    """
     by_role = float(message.role == "assistant")
-    return message.weight not in (None, by_role) or any(weight != by_role for _, _, weight in message.train_ranges)
+    own = by_role if message.weight is None else message.weight
+    return any(weight * record.weight != by_role for weight in (own, *(each for _, _, each in message.train_ranges)))
