@@ -80,14 +80,14 @@ class Rule(IntEnum):
     GIVEN = 3
     """Decided by a mask passed by the caller."""
     UNFINISHED = 4
-    """The turn is incomplete in its row, or comes after an unclosed answer, and is context."""
+    """Context, because the turn is incomplete in its row or follows an unclosed answer."""
     PAD = 5
     INCOMPLETE_USER = 6
-    """No complete user turn comes before the answer in its row."""
+    """Context, because no complete user turn precedes the answer in its row."""
     INJECTED = 7
     """A copy of a turn header that reopens a truncated turn."""
     EARLIER_WINDOW = 8
-    """In the loss mask of an earlier window of the conversation, and context in this row."""
+    """Context in this row, because the token is trained in an earlier window of the conversation."""
     PROMPT = 9
     """The prompt of a rollout, of any role."""
     ROLLOUT = 10
@@ -97,11 +97,9 @@ class Rule(IntEnum):
     MISSED = 12
     """An object that the rollout missed, or the correct end of its answer."""
     VALUES_OFF = 13
-    """Text of an appended entry, if such texts are not in the loss mask."""
+    """Text of an appended entry in a run that does not train on the texts of appended entries."""
     EARLIER_ROW = 14
-    """With --unroll: in the loss mask of an earlier row of the conversation, and context for a later answer in this
-    row.
-    """
+    """With --unroll: context in this row, because the token is trained in an earlier row of the conversation."""
     RANGE = 15
     """Decided by the message's `train_ranges`, which select characters of its content."""
     OUTSIDE = 16
@@ -109,7 +107,9 @@ class Rule(IntEnum):
     WHITESPACE = 17
     """Whitespace between the turns of a transcript; always context."""
     NOT_ANSWER = 18
-    """The message is not an answer. Blocks and formats that train only on answers ignore its `train` and `weight`."""
+    """Context, because the message is not an answer. Blocks and formats that train only on answers ignore `train` and
+    `weight` on other messages.
+    """
     SURPLUS = 19
     """The rollout continues after all true objects have been found; the target closes the answer."""
 
@@ -245,10 +245,10 @@ class Rows:
         )
 
     def reweigh(self, train_on: TrainOn) -> Rows:
-        """Return the rows with new weights by role; weights that other rules set do not change.
+        """Return the rows with new weights by role; weights set by other rules do not change.
 
-        A row keeps the weight of its record if one of its tokens is trained by role. Otherwise the rows do not contain
-        that weight, and it is taken to be 1.
+        A conversation keeps its record weight if one of its tokens is trained by role. Otherwise, the record weight is
+        not stored in the rows and is assumed to be 1.
         """
         spans = joined([self.spans])
         weigh(spans, self.first_span, train_on)
@@ -308,8 +308,8 @@ def concat(parts: Sequence[Rows]) -> Rows:
 def joined(tables: Sequence[Table]) -> Table:
     """Concatenate tables of the same dtype.
 
-    Bytes are copied, because numpy copies structured arrays field by field, which is ten times slower. For the same
-    reason, select records with `take` instead of brackets.
+    Bytes are copied, because numpy copies structured arrays field by field, which is ten times slower. Indexing with
+    brackets is slow for the same reason, so use `take` to select records.
     """
     dtype = tables[0].dtype
     return np.concatenate([as_bytes(table) for table in tables]).view(dtype)
@@ -323,7 +323,7 @@ def as_bytes(table: Table) -> Table:
 def weigh(
     spans: Table, first_span: Index, train_on: TrainOn, record_weights: NDArray[np.float32] | None = None
 ) -> None:
-    """Set the weight of every span with the rule ROLE. Tool results are always context.
+    """Set the weight of every span that has the rule ROLE. Tool results are always context.
 
     `record_weights` contains the weight of each segment's record. The default is the weight of the segment's ROLE spans
     that already have a nonzero weight, or 1 if there are none.
@@ -339,7 +339,7 @@ def weigh(
 
 
 def select(spans: Table, first_span: Index, train_on: TrainOn) -> NDArray[np.bool_]:
-    """Return which spans `train_on` selects, whatever their rule.
+    """Return which spans `train_on` selects, regardless of their rule.
 
     `last` selects the last assistant message of each conversation; `last-exchange` selects all assistant messages after
     the last user message.
@@ -349,7 +349,7 @@ def select(spans: Table, first_span: Index, train_on: TrainOn) -> NDArray[np.boo
     if train_on != "all":
         selected = role == Role.ASSISTANT
     if train_on == "last":
-        # The last assistant message counts even if its own flag excludes it. No earlier message replaces it.
+        # Select the last assistant message even if its own flag excludes it, instead of an earlier message.
         selected &= spans["message"] == _last_message(spans, first_span, selected)
     elif train_on == "last-exchange":
         # Without a user message, `_last_message` returns -1, which selects all messages.
@@ -361,7 +361,7 @@ def select(spans: Table, first_span: Index, train_on: TrainOn) -> NDArray[np.boo
 def weights_by_role(spans: Table, first_span: Index) -> NDArray[np.float32]:
     """Return the largest weight of the ROLE spans of each segment.
 
-    This is the weight of the segment's record, or 0 if no ROLE span is trained.
+    The result is the weight of the segment's record, or 0 if no ROLE span is trained.
     """
     counts = np.diff(first_span)
     largest = np.zeros(len(counts), dtype=np.float32)

@@ -73,7 +73,7 @@ def read_settings() -> tuple[dict[str, Any], list[str]]:
 
 
 def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every value with its path. An empty table is also a value, so that its name is checked."""
+    """Yield every value with its path. An empty table is also yielded, so that its name is checked."""
     pending: list[tuple[tuple[str, ...], Any]] = [((), table)]
     while pending:
         path, value = pending.pop()

@@ -6,8 +6,8 @@
     x, y, loss_mask = collate_sft_batch([pair, …], T=T, device="cpu")
 
 The tokenizer can be a chatmill tokenizer, or a `tokenizers.Tokenizer` or transformers tokenizer that has the four
-control tokens. It can also be any object with `encode(text)` and `special_token_ids()`, which returns a mapping with
-the keys sys, usr, asst and eot.
+control tokens. Any other object is accepted as a tokenizer if it has `encode(text)` and `special_token_ids()`, which
+returns a mapping with the keys sys, usr, asst and eot.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def sft_loss_mask_for_ids(ids: list[int], *, sys_id: int, usr_id: int, asst_id: 
 def pack_sft_ids_and_mask(
     ids: list[int], mask: list[bool], *, S: int, sys_id: int, usr_id: int, asst_id: int, eot_id: int, pad_id: int
 ) -> tuple[list[int], list[bool]]:
-    """Fit ids and mask to exactly S tokens. A longer chat loses its oldest exchanges, then tokens from the left. A
-    shorter result is padded on the right.
+    """Fit ids and mask to exactly S tokens. A chat of more than S tokens loses its oldest exchanges, then tokens from
+    the left. A chat of fewer than S tokens is padded on the right.
 
     The mask is truncated but not recomputed, so it still includes the rest of a truncated answer.
 

@@ -209,7 +209,7 @@ def test_caches_are_shown_too(run):
     code, out, _ = run("show", "c/primer", "0")
     assert code == 0
     assert "[yo<|eot|>]" in out
-    assert "the mask came with the dataset and records no reason (rule given)" in run("explain", "c/primer", "0:1")[1]
+    assert "the dataset stores a loss mask without reasons (rule given)" in run("explain", "c/primer", "0:1")[1]
     assert run("stats", "c/primer")[1].startswith("train: ")
 
 

@@ -150,7 +150,7 @@ RECORDS = {
             {**turn(), "system": "s"},
             'the record has a "system"; expected the system text as the first message, or shape "tool"',
         ),
-        ({**turn(), "functions": []}, 'the record has a "functions"; expected tools and tool_calls'),
+        ({**turn(), "functions": []}, 'the record has a "functions"; expected the keys tools and tool_calls instead'),
     ],
     "sharegpt": [
         ({}, 'the record has no "conversations"; expected this key (found: none)'),

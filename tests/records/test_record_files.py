@@ -88,9 +88,9 @@ def test_an_empty_array_has_no_records(read_bytes):
             (),
             ["1: invalid JSON at column {} of line 2 of the record (trailing characters); expected one JSON object"],
         ),
-        (b"[%s,\n%s", (1,), ['2: the file ends inside its array; expected "]" at the end']),
-        (b'[%s,%s,\n{"a', (1, 1), ['2: the file ends inside its array; expected "]" at the end']),
-        (b"[%s,%s,\n", (1, 1), ['2: the file ends inside its array; expected "]" at the end']),
+        (b"[%s,\n%s", (1,), ['2: the file ends inside its array; expected "]" at the end of the file']),
+        (b'[%s,%s,\n{"a', (1, 1), ['2: the file ends inside its array; expected "]" at the end of the file']),
+        (b"[%s,%s,\n", (1, 1), ['2: the file ends inside its array; expected "]" at the end of the file']),
         (b"[%s,%s]\n\nx", (1, 1), ["3: text after the end of the array; expected one array in the file"]),
     ],
 )

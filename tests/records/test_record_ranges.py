@@ -45,7 +45,7 @@ def test_ranges_are_read_as_start_stop_and_weight(given, ranges):
 @pytest.mark.parametrize(
     ("given", "fault"),
     [
-        ([[0, 3, 0], [2, 5, 1]], "message 0 has train_ranges of characters 2 to 4, which overlap others"),
+        ([[0, 3, 0], [2, 5, 1]], "message 0 has train_ranges of characters 2 to 4, which overlap another range"),
         ([[0, 32, 0]], "message 0 has train_ranges of characters 0 to 31; the content has 31 characters"),
         ([[3, 3, 0]], "message 0, train_ranges 0 is empty; expected 0 <= start < stop"),
         ([[-1, 3, 0]], "message 0, train_ranges 0 is empty; expected 0 <= start < stop"),

@@ -90,7 +90,7 @@ def test_blocks_show_injected_copies_cut_turns_and_padding(tmp_path):
     lines = [line("a question", "an answer that is long enough to be cut by the end of its block") for _ in range(3)]
     shown = make(tmp_path, lines, format="post-training", fit="blocks", max_tokens=32)
     said = "\n".join(text for number in range(len(shown.dataset["train"])) for text in plain(shown, number))
-    assert "reopens a split turn with an injected copy" in said
+    assert "continues a split turn, after an injected copy of its header" in said
     assert "not trained: incomplete here, or follows an unclosed answer" in said
     assert re.search(r"── padding: \d+ tokens", said)
 

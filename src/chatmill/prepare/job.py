@@ -180,8 +180,8 @@ class Job:
     )
     fit: Fit = key(
         "exchanges",
-        "How to shorten rows over --max-tokens (see docs/explanation/packing.md); blocks makes fixed-size "
-        "stream blocks.",
+        "How to shorten rows over --max-tokens (see docs/explanation/packing.md); blocks joins all conversations and "
+        "cuts them into rows of equal length.",
     )
     require_terminators: bool = key(False, "Drop rows that end in the middle of an answer.")
     pack: int | None = key(None, "Pack whole conversations into rows of at most this many tokens.")

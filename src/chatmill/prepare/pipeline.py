@@ -46,7 +46,7 @@ from chatmill.store.remote_publish import Uploads, check_remote_target, publish_
 UNIT_BYTES = 4 * 2**20
 """Bytes of input per unit, if the file can be split. The unit size does not affect the bytes of the dataset."""
 MOST_UNITS = 2**16
-"""Maximum number of units, because one process collects their results. A large input is split into larger units."""
+"""Maximum number of units, limited because one process collects the results. Larger inputs get larger units."""
 
 FORKED_TOKENS = 2**23
 """Below this many tokens, one process can write all shards before other processes have started."""
@@ -337,7 +337,7 @@ def _config(job: Job, units: Sequence[Unit], excluded: Excluded) -> dict[str, An
     of_template = ("chat_template", "template_args", "template_date", "mask", "text_tokens")
     of_answers = ("allow_no_end_token", "strip_prompt_space")
     for key in ("tokenizer", "on_error", "format", *of_template, *of_answers):
-        # These keys are stored elsewhere, with the tokenizer or the format, or do not affect the bytes.
+        # Remove keys that are stored with the tokenizer or the format, or that do not affect the bytes.
         del config[key]
     config["exclude"] = excluded.sha256
     for name in ("unroll", "near_dedupe", "precedence", "filters", "exclude"):

@@ -1,7 +1,7 @@
 """`build_cache`: build the primer cache of one source from a file of conversations.
 
-Reads all records, shuffles and splits them, keeps the last tokens of each row, and writes one example per row. The
-shuffle needs all rows at once, so a source must fit in memory.
+The build reads all records, shuffles and splits them, keeps the last tokens of each row, and writes one example per
+row. The shuffle needs all rows at once, so a source must fit in memory.
 """
 
 from __future__ import annotations

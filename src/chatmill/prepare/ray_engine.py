@@ -40,7 +40,7 @@ REMOVED_TOGETHER = 500
 LOOK_SECONDS = 1.0
 """Seconds between checks that the cluster is reachable."""
 MISSED = 4
-"""Number of consecutive failed checks after which the cluster counts as lost."""
+"""Number of consecutive failed checks after which the cluster is considered lost."""
 
 
 class LostClusterError(ChatmillError):
@@ -113,7 +113,7 @@ class RayEngine:
 
     @contextmanager
     def connected(self) -> Iterator[Any]:
-        """Connect to Ray for the block; a cluster started for the block is stopped at the end."""
+        """Connect to Ray for the `with` block; a cluster that is started for the block is stopped at its end."""
         try:
             import ray
         except ImportError:
@@ -148,8 +148,8 @@ def _check_reachable(address: str | None) -> None:
 
 
 def _places(ray: Any) -> list[str]:
-    """Return HOST:PORT of the cluster head and of this node's raylet. If one of them is lost, Ray kills this process or
-    hangs.
+    """Return HOST:PORT of the cluster head and of this node's raylet. If the head or the raylet is lost, Ray kills this
+    process or hangs.
     """
     if ray.util.client.ray.is_connected():
         # This process is connected through a Ray client server, and Ray itself reports when that server is lost.

@@ -50,10 +50,10 @@ class Rejects:
     """Writes a JSONL file of rejected records, and counts them by kind. Call the object with the error of each rejected
     record.
 
-    Each line has file, line, id, kind, reason (the error message) and the beginning of the record. The complete file
-    appears when the block ends, even if no record is rejected. After an error, it appears only if the input caused the
-    error. The rejects file must be neither a file that the command `reads` nor inside its `output`. An earlier rejects
-    file is replaced only with `overwrite`; other files are never replaced.
+    Each line has file, line, id, kind, reason (the error message) and the beginning of the record. The rejects file is
+    written when the `with` block exits, even if no record was rejected. If the block raises an error, the rejects file
+    is written only if the input caused the error. The rejects file must be neither a file that the command `reads` nor
+    inside its `output`. An earlier rejects file is replaced only with `overwrite`; other files are never replaced.
     """
 
     def __init__(

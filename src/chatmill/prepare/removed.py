@@ -26,7 +26,8 @@ _ENTRY = np.dtype([("line", "<u8"), ("reason", "u1"), ("twin", "<i8")])
 
 
 def write_removed(path: Path, staged: Sequence[StagedFile], selection: Selection) -> FileInfo | None:
-    """Write one line per removed record, ordered by file and line; write no file and return None if there are none.
+    """Write one line per removed record, ordered by file and line. If no record was removed, write no file and return
+    None.
 
     {"source": "chat", "file": "chat.jsonl", "line": 7, "reason": "duplicate", "twin": {"source": "chat", …}}
     """
@@ -95,7 +96,7 @@ class _Twins:
             before += len(rows)
 
     def texts(self, twins: Index) -> Iterator[str]:
-        """For each twin, yield its JSON entry, or an empty string for -1."""
+        """For each index of a kept record, yield the JSON entry of the record, or an empty string for -1."""
         at = np.minimum(np.searchsorted(self._numbers, twins), max(len(self._numbers) - 1, 0))
         for twin, place in zip(twins.tolist(), at.tolist(), strict=True):
             if twin < 0:

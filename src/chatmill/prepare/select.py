@@ -158,7 +158,7 @@ def _count_removed(unit: StagedHead, reason: NDArray[np.uint8], ledger: Ledger) 
 
 def smallest_shares(staged: Sequence[StagedFile], job: Job) -> tuple[float, float] | None:
     """Return the smallest validation fractions, by hash and by shuffle, that give each split at least one record.
-    Return None if there are no such fractions.
+    Return None if no fraction gives each split a record.
     """
     first, last, before = 1.0, 0.0, 0
     has_rows = np.zeros(sum(file.head().extra["records"] for file in staged), dtype=bool)

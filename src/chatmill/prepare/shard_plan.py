@@ -1,7 +1,7 @@
 """Plan the shards of a dataset from the heads of staged files, without reading tokens and spans.
 
 Together, `select` and `shard_plan` decide everything that depends on more than one row, such as packing and the ends of
-shards. With these plans, a shard can be written from its own rows alone.
+shards. Given its plan, each shard can be written from its own rows alone.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _cut(batches: Iterable[_PlannedRows], shard_tokens: int) -> Iterator[list[_P
 
 @dataclass(frozen=True)
 class _PlannedRows:
-    """Conversations whose rows are planned together, in order; fields as in `ShardPlan`."""
+    """Conversations whose rows are planned together, in order; the fields are the same as in `ShardPlan`."""
 
     staged: tuple[StagedFile, ...]
     of: Numbers

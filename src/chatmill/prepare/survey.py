@@ -70,7 +70,7 @@ class Survey:
 
 @dataclass
 class _PartRead:
-    """The result of one part, whose lines are counted from 1."""
+    """The result of one part; line numbers start at 1 in each part."""
 
     survey: Survey
     lines: int
@@ -136,7 +136,7 @@ def _results(
 
 
 def _read(part: FilePart, on_error: OnError, on_records: Callable[[int], None] = lambda count: None) -> _PartRead:
-    """Read one part; with `on_error` "stop", up to its first fault."""
+    """Read one part; with `on_error` "stop", stop reading at the first fault."""
     counts, log, lines, faults = Survey(), ReadLog(), [0], list[RecordError]()
 
     def on_fault(fault: RecordError) -> None:

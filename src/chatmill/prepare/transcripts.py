@@ -15,7 +15,7 @@ from chatmill.records import Message, Record
 
 CHUNK = 1024
 WEIGHTS_LEFT_OUT = "weights_left_out"
-"""The ledger reason for conversations that are trained with other weights when their transcripts are read."""
+"""The ledger reason for conversations with weights that cannot be stored in a transcript."""
 
 
 def transcript_lines(
@@ -57,7 +57,7 @@ def transcript_lines(
 def _has_weight(message: Message, record: Record) -> bool:
     """Whether a message, or a range of its text, has a weight other than its role's default: 1 for answers, else 0.
 
-    The weight of the record multiplies all weights.
+    All weights are multiplied by the weight of the record.
     """
     by_role = float(message.role == "assistant")
     own = by_role if message.weight is None else message.weight

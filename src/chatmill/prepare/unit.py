@@ -62,7 +62,7 @@ class Unit:
     train_on: TrainOn
     only_val: bool
     size: int
-    """Bytes of input, for progress."""
+    """Number of input bytes, used to report progress."""
     source: int = 0
     """Index of the source in the job."""
     predicates: tuple[Predicate, ...] = ()
@@ -155,7 +155,7 @@ def run_unit(
 
 def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[Rows, Index]:
     """Truncate the rows, and return for each row the index of the rendered row that it comes from. With `--fit blocks`,
-    rows are staged whole.
+    rows are not truncated.
     """
     if job.fit == "blocks":
         return rows, np.arange(len(rows), dtype=np.int64)
@@ -174,7 +174,7 @@ def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[R
 def finished(unit: Unit, folder: Place) -> Done | None:
     """Return the result of a unit completed by an interrupted build, or None if it must run again.
 
-    Raise `ChatmillError` if its input has changed.
+    Raise `ChatmillError` if the input of the unit has changed.
     """
     heads: list[bytes] = []
     for number in numbers():

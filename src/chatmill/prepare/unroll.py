@@ -21,7 +21,7 @@ NOT_WRITTEN = "reasoning_left_out"
 def unrolled(
     records: Iterable[Record], renderer: Renderer, *, train_on: TrainOn, on_reject: OnReject, ledger: Ledger
 ) -> Iterator[Unrolled]:
-    """Yield each record with its rows. A record is rejected if one of its rows is."""
+    """Yield each record with its rows. A record is rejected if any of its rows is rejected."""
     for record in records:
         try:
             made = unroll_record(record, train_on)

@@ -85,7 +85,7 @@ def parse(
 ) -> tuple[int, ChatColumns]:
     """Parse the consecutive plain lines from byte `at`; return their end offset and their columns.
 
-    `parse_lines` creates the records on access.
+    `parse_lines` is called to create the `Record` objects when they are first accessed.
     """
     end, data, messages, record_stop, roles, start, stop = _columns.columns(block, at)
     record_stops, counts, starts, stops = (

@@ -1,6 +1,6 @@
 """Read .gz, .zst, .xz and .bz2 files in bounded memory, including files that contain several streams or frames.
 
-A truncated or corrupt file raises a `RecordError`, and so does other data after the last stream.
+A file that is truncated, is corrupt, or has other data after the last stream raises a `RecordError`.
 """
 
 from __future__ import annotations

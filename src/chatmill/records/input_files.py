@@ -5,7 +5,7 @@
     at the end          InputFiles.check
 
 If the `stat` of a file or the version of an object changes, the bytes are read again and must have the same hash.
-Therefore, `touch` and `chmod` do not count as changes.
+Only a change in content is an error, so `touch` and `chmod` are allowed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class InputFiles:
     def check(self, parts: Iterable[tuple[Place, BytesRead]], *, is_planned: Callable[[], bool]) -> None:
         """Raise a `DataError` unless the files still contain the bytes that were read.
 
-        `is_planned` plans again and returns whether the parts are unchanged. It is called if a file may have changed.
+        `is_planned` is called if a file may have changed; it plans the parts again and returns whether they are the
+        same.
         """
         now = _states(self._states)
         for path, state in now.items():
@@ -122,7 +123,7 @@ def _object_state(url: Url) -> objects.ObjectInfo:
 
 
 def _may_change_unseen(state: _State | objects.ObjectInfo, began: float) -> bool:
-    """Whether a file or object could change while its state stays the same."""
+    """Whether the content of a file or object could change without a change in its size, times or version."""
     if isinstance(state, _State):
         return state.changed / 1e9 > began - FRESH
     return not state.version

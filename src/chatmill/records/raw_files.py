@@ -13,7 +13,9 @@ from chatmill.remote.threads import submit
 from chatmill.remote.urls import Place, Url
 
 FIRST_BYTES = 1 << 19
-"""Bytes of the first request. Each further sequential request reads four times as many, up to `MOST_BYTES`."""
+"""Bytes of the first request. Each sequential request reads four times as many bytes as the previous request, up to
+`MOST_BYTES`.
+"""
 MOST_BYTES = 1 << 22
 _CHUNK = 1 << 20
 

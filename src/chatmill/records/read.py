@@ -64,7 +64,7 @@ class FilePart:
     def cut(self, size: int, *, end: int | None = None) -> list[FilePart]:
         """Split this part into parts of at least `size` bytes; `end` is the size of the file.
 
-        Only files with one record per line and Parquet files can be split. Compressed files cannot.
+        Only Parquet files and uncompressed files with one record per line can be split.
         """
         is_table = files.kind(self.path) == ".parquet" and self.shape != "oasst1"
         if files.compression(self.path) or not (is_table or _is_of_lines(self)):
@@ -374,7 +374,7 @@ def _size(path: Place) -> int:
 
 
 def _readable(pieces: Iterator[T]) -> Iterator[T]:
-    """Yield pieces up to corrupt data; reading reports the error later."""
+    """Yield pieces until the data is corrupt; the error is reported later, when the records are read."""
     try:
         yield from pieces
     except RecordError:
@@ -382,7 +382,7 @@ def _readable(pieces: Iterator[T]) -> Iterator[T]:
 
 
 def _readable_units(numbered: files.Units, limit: int, *, stops: bool) -> Iterator[tuple[int, bytes]]:
-    """Like `_readable`, for units. With `stops`, also stop at a unit over the limit."""
+    """Like `_readable`, for units. With `stops`, also stop at a unit of more than `limit` bytes."""
     return takewhile(lambda unit: not stops or len(unit[1]) <= limit, _readable(numbered))
 
 

@@ -1,4 +1,4 @@
-"""Copy standard input to a temporary file, because it is read several times."""
+"""Copy standard input to a temporary file, because chatmill reads its input several times."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_standard_input(path: Any) -> bool:
 
 
 def standard_input() -> Path:
-    """Copy standard input to a temporary file, and return its path. The suffix shows the format."""
+    """Copy standard input to a temporary file with the suffix of its format, and return the path of the file."""
     global _folder
     if _folder is None:
         if sys.stdin is None or sys.stdin.closed:

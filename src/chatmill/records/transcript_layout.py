@@ -1,12 +1,12 @@
 """Detect whether a transcript file has one record per line or is one stream.
 
 Each line is reduced to letters: S, U and A for the span markers, E for `<|END|>`, X for `<|EOS|>`, x for text outside
-spans, and j for JSON outside spans. Inside a span, only line breaks are kept.
+spans, and j for JSON outside spans. The text inside a span is dropped, except for line breaks.
 
     <|USER|> hi <|END|> <|ASSISTANT|> yo <|END|>   ->   UEAE
 
-The letters are parsed in two ways: with a new record on each line, and with a new record only after `<|EOS|>`. Most
-lines have the same letters as an earlier line, so results are cached.
+The reduced lines are parsed in two ways: with a new record on each line, and with a new record only after `<|EOS|>`.
+Most lines have the same letters as an earlier line, so results are cached.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _LONGEST = max(map(len, _MARKS))
 
 
 class TranscriptLayout(IntFlag):
-    """Findings about a transcript file."""
+    """Flags that describe a transcript file; they determine its shape."""
 
     MARKERS = 1
     TEXT = 2
     JSON = 4
-    """A line is JSON, which a stream cannot contain."""
+    """Set if a line is JSON, which a stream cannot contain."""
     JOINS = 8
-    """A conversation of the stream has several lines, so lines and stream have different records."""
+    """Set if a conversation has several lines when read as a stream, so the two shapes give different records."""
     CROSSES = 16
-    """A span crosses a line end, so lines would split it."""
+    """Set if a span extends over several lines, so reading line by line would split the span."""
     SECOND_SYSTEM = 32
-    """A conversation of the stream has a system span after other spans, as if a new record started."""
+    """Set if a conversation of the stream has a system span after other spans, which suggests a new record."""
     LINE_ANSWERS = 64
-    """A line has an answer after a user span, so the loss mask of a line is not empty."""
+    """Set if a line has an answer after a user span, so that the loss mask of the line is not empty."""
     STREAM_ANSWERS = 128
 
     @property
@@ -85,7 +85,7 @@ class _Readings(NamedTuple):
     stream: _Conversation = _Conversation()
     line: _Conversation = _Conversation()
     begins: bool = True
-    """Whether the line has no text so far."""
+    """Whether the part of the line parsed so far is empty."""
     is_json: bool = False
 
 

@@ -212,13 +212,13 @@ def _elements(file: BinaryIO, line: int, *, limit: int, chunk: int) -> Units:
             raise _array_fault("text after the end of the array", "expected one array in the file", begins, element)
         if sign:
             ended = sign == b"]"
-            # `[]` has no elements; a comma has an element on both sides.
+            # `[]` has no elements; a comma must have an element on each side.
             if element or count or not ended:
                 yield begins, bytes(element if len(element) > limit else element.rstrip(_SPACE))
             count += 1
             element.clear()
     if not ended:
-        raise _array_fault("the file ends inside its array", 'expected "]" at the end', begins, element)
+        raise _array_fault("the file ends inside its array", 'expected "]" at the end of the file', begins, element)
 
 
 def _pieces(file: BinaryIO, chunk: int) -> Iterator[tuple[bytes, bytes]]:
@@ -238,7 +238,7 @@ def _pieces(file: BinaryIO, chunk: int) -> Iterator[tuple[bytes, bytes]]:
             elif not depth and sign in (b",", b"]"):
                 yield data[start : token.start()], sign
                 start = at
-                # After the end of the array, no character can end an element.
+                # Treat all text after the end of the array as one element.
                 depth = math.inf if sign == b"]" else 0
         # Read a backslash at the end again, together with the byte that it escapes.
         stop = at if in_string else len(data)

@@ -24,7 +24,7 @@ MAX_ROWS = 1024
 
 @dataclass(frozen=True)
 class Unrolled:
-    """A conversation unrolled into rows. A message counts in the loss only in the first row that contains it."""
+    """A conversation unrolled into rows. A message is trained only in the first row that contains it."""
 
     record: Record
     rows: Sequence[Record]
@@ -34,7 +34,7 @@ class Unrolled:
     first_new: Sequence[int]
     """For each row, the first message that is not in an earlier row."""
     context_rules: Sequence[Rule]
-    """For each message, why the loss excludes it in rows where it is context."""
+    """For each message, the rule for its spans in rows where the message is context."""
     flagged_answers: int
     """Number of answers without a row, because they have weight 0 or are incomplete."""
     trailing: int
@@ -48,7 +48,7 @@ class Unrolled:
 def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
     """Return one row per answer that `train_on` or the weight of the answer selects.
 
-    A conversation without such answers remains one row.
+    If no answer is selected, the conversation remains one row.
     """
     messages = record.messages
     since = _first_selected(messages, train_on)

@@ -33,7 +33,7 @@ from chatmill.remote.urls import Url
 
 EVICTED = "evicted"
 COPY_AGE = 24 * 3600
-"""Seconds for which a copy is kept after its last use, because a process may still be reading it."""
+"""Seconds to keep a copy after its last use, because a process may still be reading it."""
 COPY_FILES = 10_000
 """Maximum number of objects in a folder that is copied."""
 FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 PART_BYTES = 16 << 20
-"""Minimum size of each part except the last, in bytes. S3 requires at least 5 MiB, and allows at most 10,000 parts."""
+"""Minimum size of each part except the last, in bytes. S3 requires at least 5 MiB per part, and allows at most 10,000
+parts.
+"""
 MOST_PARTS = 10_000
 WORKERS = 4
 """Maximum number of parts that are in memory and uploaded at the same time."""

@@ -158,9 +158,9 @@ def _read_range(url: Url, start: int, stop: int, opened: Any, path: str) -> byte
 def write(url: Url, data: bytes, *, new: bool = False, replaces: str | None = None) -> None:
     """Write an object atomically.
 
-    With `new`, raise `ExistingObjectError` if the object exists. With `replaces`, raise the same error if the object is
-    missing or has another version. If the store supports conditional writes, only one of two concurrent writers
-    succeeds; see docs/how-to/remote.md.
+    With `new`, raise `ExistingObjectError` if the object exists. With `replaces`, raise `ExistingObjectError` if the
+    object is missing or has another version. If the store supports conditional writes, only one of two concurrent
+    writers succeeds; see docs/how-to/remote.md.
     """
     check_writable(url)
     if new or replaces:

@@ -42,7 +42,7 @@ class Stretch(NamedTuple):
 
 
 class EncodedStretch(NamedTuple):
-    """The text before each coordinate of a stretch, and the tokens, with id 0 for coordinates."""
+    """The text before each coordinate of a stretch, and the token ids, with 0 in place of each coordinate."""
 
     texts: tuple[str, ...]
     ids: bytes
@@ -82,7 +82,7 @@ def encode_append(
 ) -> Appended:
     """Return the text of `serialize_append` and its tokens. The objects must come from `schema.check`.
 
-    `before` is the end of the prefix. The returned tokens include `before`, but the returned text does not.
+    `before` is text from the end of the prefix. The returned tokens include `before`, but the returned text does not.
     """
     stretches, coordinates = _stretches(objects, start_index, prefix_text, schema)
     if before:

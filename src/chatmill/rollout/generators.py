@@ -78,7 +78,9 @@ class TextServer(Server):
     task: Task
     api: Literal["completions", "chat"]
     counts: Counter[str] = field(default_factory=Counter)
-    """`as_text` counts answers; `retokenized` counts answers whose token count differs from the server's."""
+    """`as_text` is the number of answers received; `retokenized` is the number of answers whose token count differs
+    from the count reported by the server.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -88,8 +88,8 @@ def train_rollouts(
 ) -> RolloutResult:
     """Train a model on its own answers, and write checkpoints and logs to `folder`.
 
-    `resume` is the folder of a checkpoint, or `auto` for the newest checkpoint, if any. `model` and `generator` replace
-    those that the config selects.
+    `resume` is the folder of a checkpoint, or `auto` for the newest checkpoint, if any. `model` and `generator`
+    override the model and the generator of the config.
     """
     local_path(folder)
     trackers = named_trackers(config.report_to)

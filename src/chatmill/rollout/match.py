@@ -261,7 +261,7 @@ def _first_of_best(steps: Steps) -> list[tuple[int, int]]:
 
 
 def _largest_sum(steps: Steps, allowed: NDArray[np.bool_]) -> tuple[int, dict[int, int]]:
-    """Return the largest sum of overlaps, and the column of each row in such an assignment."""
+    """Return the largest sum of overlaps, and an assignment with this sum as a dict from row to column."""
     if not allowed.any():
         return 0, {}
     try:

@@ -4,7 +4,7 @@
      entry 0, complete               entry 1    entry 2, incomplete
 
 Tokens are decoded to bytes, not to text, because a character may span several tokens. The scan ends at invalid JSON in
-the root object. Inside an entry, it checks only strings and braces.
+the root object. Inside an entry, the scan checks only strings and braces.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class Scan:
     """The byte offset of the opening brace; -1 if the rollout has no root object."""
     entries: tuple[ParsedEntry, ...]
     ended: Ended
-    """How the root object ends: closed, open at the end, or at invalid JSON (`fault`); `no_root` if it is missing."""
+    """How the root object ends: `closed` by a brace, `open` at the end of the rollout, or at invalid JSON (`fault`);
+    `no_root` if the rollout has no root object.
+    """
 
     def coordinates(self, entry: ParsedEntry) -> tuple[list[int], list[int]]:
         """Return the values and byte offsets of all coordinates in an entry."""
@@ -208,7 +210,7 @@ def _boxes(data: bytes, at: int) -> list[Box]:
 
 
 def _entry(data: bytes, start: int) -> tuple[ParsedEntry | None, Ended | None]:
-    """Return the entry at an offset, if any, and how the scan ended; None if it continues."""
+    """Return the entry at an offset, if any, and how the scan ended, or None if the scan continues."""
     key, value = "", start
     try:
         key, value = _key(data, start)

@@ -62,10 +62,10 @@ class Schema(Protocol):
     def uses_coordinates(self) -> bool: ...
 
     def read(self, body: Object) -> Object:
-        """Return the object in the parsed body of an entry; raise `UnfitError` if it does not fit."""
+        """Return the object in the parsed body of an entry; raise `UnfitError` if it does not fit the schema."""
 
     def check(self, thing: Mapping[str, Any]) -> Object:
-        """Return a true object in the form that `read` returns; raise `DataError` if it does not fit."""
+        """Return a true object in the form that `read` returns; raise `DataError` if it does not fit the schema."""
 
     def write(self, thing: Object) -> EntryText:
         """Return the body of an entry."""
@@ -143,7 +143,8 @@ class Detection:
             return self._read(thing, PLACES)
         except UnfitError as error:
             right = 'expected "desc", and "bbox_2d" [x1, y1, x2, y2] or "poly" [x1, y1, …] with integers from 0 to 999'
-            raise DataError(f"a true object does not fit ({_WORDS[error.reason]}): {_shown(thing)}; {right}") from None
+            what = f"a true object does not fit the schema ({_WORDS[error.reason]}): {_shown(thing)}"
+            raise DataError(f"{what}; {right}") from None
 
     def write(self, thing: Object) -> EntryText:
         if "bbox_2d" in thing:
@@ -222,7 +223,7 @@ class Fields:
             json.dumps(thing, allow_nan=False)
             return self.read(dict(thing))
         except (UnfitError, TypeError, ValueError):
-            raise DataError(f"a true object does not fit: {_shown(thing)}; {right}") from None
+            raise DataError(f"a true object does not fit the schema: {_shown(thing)}; {right}") from None
 
     def write(self, thing: Object) -> EntryText:
         parts = []

@@ -58,7 +58,7 @@ class Server:
     pause: float = 0.5
     """Seconds before the first retry, doubled for each further retry."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Headers for every request, such as Authorization. Errors never contain their values."""
+    """Headers for every request, such as Authorization. Errors never contain header values."""
     advice: ClassVar[str] = ""
     """Advice to show if the server rejects a request."""
 

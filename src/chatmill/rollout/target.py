@@ -4,7 +4,8 @@
     target   {"object_1": {…cat…}, "object_2": {…dog…} , "object_3": {…bird…} } EOS
              kept: context, except matched coordinates  appended: trained
 
-The kept prefix consists of tokens of the rollout. If it ends inside a token, shorter tokens replace this token.
+The kept prefix consists of tokens of the rollout. If the prefix ends inside a token, that token is replaced by shorter
+tokens.
 """
 
 from __future__ import annotations
@@ -92,9 +93,9 @@ def build_target(
     """Build the target for one rollout; `objects` are the true objects.
 
     `eos_id` defaults to the end-of-turn token of the tokenizer's chat format, and `stop_ids` to `eos_id`.
-    `train_values` includes the values of appended entries in the loss. `train_cut` does the same for the tokens
-    that replace a split token or an unusable rollout. `border` sets how the end of the prefix is tokenized. `weights`
-    sets the loss weight of each kind of token.
+    `train_values` includes the values of appended entries in the loss. `train_cut` includes the tokens that replace a
+    split token or an unusable rollout. `border` sets how the end of the prefix is tokenized. `weights` sets the loss
+    weight of each kind of token.
 
     >>> from chatmill import build_target, open_tokenizer
     >>> from chatmill.rollout import COORDINATES

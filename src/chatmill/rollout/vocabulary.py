@@ -51,7 +51,7 @@ class Vocabulary:
         self._size = np.full(2, MISSING, dtype=np.int64)
         self._exact: dict[str, list[int]] = {}
         self.stretches: dict[Any, Any] = {}
-        """A cache of `EncodedStretch`."""
+        """Cached `EncodedStretch` objects."""
 
     def pieces(self, ids: Sequence[int]) -> list[bytes | None]:
         """Return the bytes of each id; None for unknown ids."""

@@ -134,7 +134,9 @@ class Node(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A band from node `start` of a column to node `stop` of the next; `arrives` is `amount` in the unit of `stop`."""
+    """A band from node `start` of a column to node `stop` of the next column; `arrives` is `amount`, converted to the
+    unit of `stop`.
+    """
 
     column: int
     start: int

@@ -55,7 +55,7 @@ class Why(StrEnum):
 
 @dataclass(frozen=True)
 class PeerRow:
-    """The row of a record in another library."""
+    """The row that another library makes from a record."""
 
     ids: Ids
     trained: Mask

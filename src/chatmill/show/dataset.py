@@ -153,7 +153,7 @@ def open_view(
     built_with, control, besides, name = tokenizer_metadata(dataset)
 
     def opened(spec: str | Path) -> Tokenizer:
-        # Add the same tokens as the dataset, because they are part of the hash.
+        # Add the same tokens as the dataset, because the tokenizer's hash depends on the added tokens.
         return open_tokenizer(spec, control=control, besides=besides, add_tokens=True)
 
     if tokenizer is not None:

@@ -36,7 +36,7 @@ PARTS = {
 }
 REASONS = {
     Rule.HEADER: "the loss mask never includes {part} of a turn",
-    Rule.GIVEN: "the mask came with the dataset and records no reason",
+    Rule.GIVEN: "the dataset stores a loss mask without reasons",
     Rule.UNFINISHED: "the answer is incomplete in this row, or follows an unclosed answer",
     Rule.PAD: "the loss mask never includes padding",
     Rule.INCOMPLETE_USER: "no complete user turn precedes this answer in its row",
@@ -65,7 +65,7 @@ class Explanation:
     id: int
     text: str
     target: int | None
-    """The id to predict, or None if it is `id`."""
+    """The token id to predict, or None if the label is the token's own id."""
     target_text: str | None
     file: str | None
     line: int | None

@@ -121,8 +121,8 @@ class IndexBuilder:
                 text_file.flush()
                 stop = index.searched + 1 + len(rows)
                 index.ends[index.searched + 1 : stop] = index.ends[index.searched] + start[1:]
-                # Set the bits of complete blocks; the last four-byte run of a block extends three bytes beyond the
-                # block.
+                # Set the bits of complete blocks; the last four-byte sequence of a block extends three bytes beyond
+                # the block.
                 tail += text
                 blocks = max(0, (len(tail) - GRAM + 1) // BLOCK)
                 if blocks:
@@ -159,7 +159,7 @@ def _map_grams(folder: Path) -> NDArray[np.uint8]:
 
 
 def _gram_bits(text: bytes, blocks: int) -> NDArray[np.uint8]:
-    """Return, for each block of the text, a bit set of the four-byte runs that begin in the block."""
+    """Return, for each block of the text, a bit set of the four-byte sequences that begin in the block."""
     bits = np.zeros((blocks, BITS), dtype=np.bool_)
     bits.ravel()[gram_hashes(text) + np.repeat(np.arange(blocks) * BITS, BLOCK)] = True
     return np.packbits(bits, axis=1)

@@ -26,7 +26,7 @@ def run_losses(folder: Path, view: DatasetView) -> NDArray[np.float32]:
     """Return the last loss of each training episode, or NaN if the run did not train on it.
 
     The loss of a packed episode is the mean over its conversations, weighted by the sums of their token weights. Steps
-    on other data are ignored.
+    that trained on other datasets are ignored.
     """
     paths = sorted((folder / "rows").glob("rank_*.jsonl"))
     if not paths:

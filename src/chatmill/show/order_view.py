@@ -35,7 +35,7 @@ class OrderView:
 
     def __init__(self, path: Place, config: LoadConfig, sources: Sequence[str] | None = None) -> None:
         """`sources` are the datasets of a folder, mixed as in the config or, without a mix, with equal weights."""
-        # Override padding and the loss mask, which some datasets lack and the order does not depend on. Keep an
+        # Override padding and the loss mask: some datasets lack them, and the order does not depend on them. Keep an
         # incomplete last batch, so that every episode has a row.
         self.config = replace(config, pad_token_id=0, use_loss_mask=False, epoch_drop_last=False)
         if sources is None:
@@ -184,7 +184,7 @@ def replayed_rows(replayed: ReplayedStep, tokenizer: Tokenizer | None) -> Iterat
         real = batch.segments[number] < len(episodes)
         ids, segments = batch.x[number][real].tolist(), batch.segments[number][real].tolist()
         mask = [0, *batch.loss_mask[number][real].astype(int).tolist()]
-        # A full row has one token more than x. The id of the last token is known only if it is predicted.
+        # A full row has one more token than x. The id of that token is known only if the token is predicted.
         if real.all() and mask[-1]:
             ids.append(int(batch.y[number][-1]))
             segments.append(segments[-1])

@@ -162,7 +162,7 @@ def _nodes(ledger: Ledger, buckets: Sequence[str], column: str, unit: str, *, ki
 
 
 def _links(column: int, one: Sequence[Node], other: Sequence[Node]) -> list[Link]:
-    """Connect nodes in order from the top, because the ledger records only totals."""
+    """Link the nodes of two columns in order from the top, because the ledger records only the total of each node."""
     links, left, right = [], [node.amount for node in one], [node.amount for node in other]
     start = stop = 0
     while start < len(left) and stop < len(right):

@@ -22,7 +22,7 @@ NOTES = {
     Rule.OUTSIDE: "not trained: outside turns",
     Rule.WHITESPACE: "whitespace between turns",
     Rule.NOT_ANSWER: "not trained: sets train or weight, but is not an answer",
-    Rule.INJECTED: "reopens a split turn with an injected copy",
+    Rule.INJECTED: "continues a split turn, after an injected copy of its header",
     Rule.EARLIER_WINDOW: "partly in the previous row, and trained there",
     Rule.VALUES_OFF: "appended texts are not trained",
     Rule.SURPLUS: "trained to close the answer after the last true object",
@@ -71,8 +71,8 @@ def segment_json(row: Rows, segment: int) -> dict[str, Any]:
 
 
 def place_name(row: Rows, segment: int | None = None, *, unrolled: bool = False, limit: int = 200) -> str:
-    """Return the file:line of a segment, or the number of segments of a packed row. With `unrolled`, add the last
-    message.
+    """Return the file:line of a segment, or the number of segments of a packed row. With `unrolled`, also return the
+    index of the last message.
     """
     if segment is None and len(row.origins) != 1:
         return f"{len(row.origins)} segments"
@@ -118,7 +118,7 @@ class SpanView:
 
     @property
     def mark(self) -> str:
-        """A star for weight 1, a space for weight 0, and otherwise the weight."""
+        """A symbol for the weight: a star for 1, a space for 0, and the number for other weights."""
         return " " if self.weight == 0 else "*" if self.weight == 1 else f"{self.weight:g}"
 
     def to_json(self) -> dict[str, Any]:

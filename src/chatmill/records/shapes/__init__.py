@@ -161,7 +161,7 @@ class ShapeParser:
         return [fault.at(self.file, line, _id(data) if len(data) <= self.limit else None)]
 
     def block(self, first_line: int, block: bytes) -> list[Record | RecordError]:
-        """Return the records of a block of lines, or an empty list if the block cannot be decoded at once."""
+        """Return the records of a block of lines, or an empty list if the block cannot be decoded as a whole."""
         parsed = self.decode_lines(block) if self.decode_lines is not None and len(block) <= self.limit else None
         source, file = self.source, self.file
         # Only plain records are decoded in blocks; they have no unread keys.
@@ -231,7 +231,7 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
         raise DataError(f"{what}; {_HINT}, or map the keys{_columns_hint(record)}")
     if possible is None:
         # No record is an object, so all shapes would report the same errors.
-        return "messages", "no record has another shape"
+        return "messages", "no record is a JSON object"
     if "messages" in possible:
         return "messages", possible["messages"]
     if len(possible) > 1:

@@ -27,7 +27,7 @@ from chatmill.records.shapes.preferences import PREFERENCE_KEYS, one_answer
 from chatmill.records.shapes.ranges import RANGE_KEYS
 
 MESSAGE_LISTS = ("messages", "conversations", "prompt", "completion")
-"""Keys with lists of messages."""
+"""Keys whose value may be a list of messages."""
 JSON_LISTS = ("messages", "conversations")
 """Keys whose list may be given as JSON text."""
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}

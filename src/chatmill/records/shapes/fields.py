@@ -24,7 +24,7 @@ FLAG_KEYS = ("train", "training", "loss", "masked")
 WEIGHT_KEYS = ("weight", "loss_weight", "loss_scale")
 """Numeric keys: `loss_weight` is from LLaMA-Factory, `loss_scale` from ms-swift."""
 ANSWER_KEYS = ("loss", "loss_weight", "loss_scale")
-"""Keys of trainers that train only on assistant messages."""
+"""Keys that may set a weight above 0 only in assistant messages, as in the trainers that use these keys."""
 # The smallest and largest normal float32 values.
 _MIN_WEIGHT, _MAX_WEIGHT = 1.1754943508222875e-38, 3.4028234663852886e38
 
@@ -160,7 +160,7 @@ class KeyReader:
             self.take("mask")
         elif type(mask) is str:
             what = f'{self.owner} has "mask", which NeMo uses to select the roles to train on'
-            raise RecordError(what, "expected train: true or false in the messages", kind="keys")
+            raise RecordError(what, 'set "train" to true or false in each message instead', kind="keys")
         if self.peek("only_last") is True:
             what = f'{self.owner} has "only_last"'
             raise RecordError(what, "remove the key, and use --train-on last", kind="keys")

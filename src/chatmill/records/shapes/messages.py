@@ -29,7 +29,7 @@ _CALL_PARTS = ("tool_call", "function_call")
 
 
 class _CommonMessage(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """A plain message: a role and a text. Other common keys may be present if null."""
+    """A plain message: a role and a text. Other common keys must be null or missing."""
 
     role: Role
     content: str
@@ -94,8 +94,8 @@ def decode_lines(block: bytes) -> list[ParsedRecord] | None:
 def _object_lines(block: bytes) -> int:
     """Return the number of lines if each starts with { and ends with }, else 0.
 
-    Inside a JSON value, a line end never occurs between } and {. So if there are as many values as lines, each line is
-    one value.
+    Inside a JSON value, a line end never occurs between } and {. If the number of JSON values equals the number of
+    lines, each line is therefore one value.
     """
     raw = np.frombuffer(block, dtype=np.uint8)
     ends = np.flatnonzero(raw == ord("\n"))
@@ -116,7 +116,7 @@ def parse(record: Object) -> ParsedRecord:
 
 def _messages(record: KeyReader) -> list[Message]:
     record.refuse("system", right='expected the system text as the first message, or shape "tool"')
-    record.refuse("functions", right="expected tools and tool_calls")
+    record.refuse("functions", right="expected the keys tools and tool_calls instead")
     return fields.messages(record, "messages", read_message, PLAIN)
 
 
@@ -230,8 +230,8 @@ class _Parts:
         elif kind in _REASONING_PARTS and self.role == "assistant":
             key = next((key for key in (kind, "text") if key in part), "value")
             if self.text or self.calls:
-                what = f"{part.owner} is reasoning after text or a call"
-                raise RecordError(what, "expected reasoning before text and calls", kind="content")
+                what = f"{part.owner} is a reasoning part after text or a tool call"
+                raise RecordError(what, "expected reasoning before text and tool calls", kind="content")
             part.refuse(*fields.FLAG_KEYS, *fields.WEIGHT_KEYS, right="expected no weight on a part with reasoning")
             self.reasoning += part.text(key)
         elif kind in _CALL_PARTS and self.role == "assistant":
@@ -252,7 +252,7 @@ class _Parts:
         own = fields.read_weight(part, self.role)
         if own is not None and self.role != "assistant":
             what = f"{part.owner} has a weight on role {self.role}"
-            raise RecordError(what, "expected parts with a weight only on role assistant", kind="weight")
+            raise RecordError(what, "expected weights on parts only in assistant messages", kind="weight")
         if own is not None and text and weight != 0:
             # As in Axolotl, a message with weight 0 overrides its parts.
             self.ranges.append((len(self.text), len(self.text) + len(text), own))

@@ -23,7 +23,7 @@ _READ = ("message_id", "message_tree_id", "parent_id", "role", "text", "rank", "
 
 
 class _FlatMessage(msgspec.Struct, gc=False):
-    """The fields needed for grouping; an object with a prompt is a whole tree."""
+    """The fields needed to group messages into trees; an object with `prompt` is already a whole tree."""
 
     message_tree_id: str
     message_id: str | None = None

@@ -47,7 +47,7 @@ def _columns(record: dict[str, Any]) -> str:
     answer = record[key]
     turns = [answer] if isinstance(answer, dict) else answer if isinstance(answer, list) else []
     if len(turns) > 1:
-        # An answer of several messages includes its prompt.
+        # An answer that is a list of several messages already includes the prompt.
         return f"messages={key}{_message_names(turns)}"
     for prompt in ("messages", "conversations"):
         if isinstance(record.get(prompt), list):

@@ -12,7 +12,7 @@ from chatmill.records.shapes.fields import KeyReader, listed, read_weight
 TrainRanges = tuple[tuple[int, int, float], ...]
 
 RANGE_KEYS = ("train_ranges", "train_detail", "training_detail")
-"""chatmill's key, and the names in Axolotl's docs and code."""
+"""The key for ranges in chatmill, in Axolotl's docs, and in Axolotl's code."""
 _DETAIL_KEYS = ("begin_offset", "end_offset", "train")
 
 
@@ -40,7 +40,8 @@ def read_ranges(turn: KeyReader, role: Role, content: Any, weight: float | None)
     for index, (start, stop, _) in enumerate(ranges):
         where = f"{owner} has {key} of characters {start} to {stop - 1}"
         if index and start < ranges[index - 1][1]:
-            raise RecordError(f"{where}, which overlap others", "expected ranges that do not overlap", kind="ranges")
+            what = f"{where}, which overlap another range"
+            raise RecordError(what, "expected ranges that do not overlap", kind="ranges")
         if stop > len(content):
             raise RecordError(where, f"the content has {len(content)} characters, counted from 0", kind="ranges")
     if key == "train_ranges":
