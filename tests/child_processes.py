@@ -1,8 +1,8 @@
-"""Start child processes that compute with torch. They are forked from a clean server, not from the test process.
+"""Start child processes that compute with torch, forked from a clean server instead of the test process.
 
-`os.fork()` copies the locks of torch's thread pools but not their threads. On aarch64, a child of a process that has
-multiplied matrices therefore hangs in its first `Linear.forward`. The server (Python's "forkserver") imports torch and
-chatmill once, with one thread, and computes nothing. Its children start in milliseconds.
+`os.fork()` copies the locks of torch's thread pools but not their threads. As a result, on aarch64, a child of a
+process that has multiplied matrices hangs in its first `Linear.forward`. The server (Python's "forkserver") imports
+torch and chatmill once, with one thread, and computes nothing. Children of the server start in milliseconds.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def start_child(
 ) -> BaseProcess:
     """Start any callable in a new process with the current folder, path and environment.
 
-    If `output` is set, stdout and stderr go to the files "out" and "err" in that folder. After `time_limit` seconds,
-    the process prints the stacks of its threads and exits with 1.
+    If `output` is set, stdout and stderr are written to the files "out" and "err" in the folder `output`. After
+    `time_limit` seconds, the process prints the stacks of its threads and exits with 1.
     """
     environment = {**os.environ, **SURROUNDINGS, **(variables or {})}
     files = (
@@ -89,7 +89,7 @@ def start_in(
 
 
 def end_children(children: Sequence[BaseProcess]) -> list[int]:
-    """Wait for all processes and return their exit codes. If one fails, end the others soon after."""
+    """Wait for all processes and return their exit codes. If a process fails, end the other processes soon after."""
     try:
         while (running := [child for child in children if child.exitcode is None]) and not _failed(children):
             wait([child.sentinel for child in running])

@@ -28,7 +28,8 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
-# A shell makes background processes ignore Ctrl-C. Child processes would inherit this, but some tests interrupt them.
+# A shell makes background processes ignore Ctrl-C. Restore the default handlers, because child processes inherit
+# ignored signals and some tests interrupt child processes.
 for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(ignored) == signal.SIG_IGN:
         signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)

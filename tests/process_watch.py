@@ -44,7 +44,7 @@ def mark_children() -> None:
 
 def started_processes() -> list[Process]:
     """Return the running processes that this process or its descendants started, except servers shared by all tests."""
-    # Python's own servers and object stores end with this process.
+    # Ignore the servers of `multiprocessing` and the object stores, which end with this process.
     servers = {multiprocessing.forkserver._forkserver._forkserver_pid}
     servers.add(multiprocessing.resource_tracker._resource_tracker._pid)
     running = {process.pid: process for process in map(_look_at, Path("/proc").glob("[0-9]*")) if process is not None}
@@ -90,8 +90,8 @@ def end_with_stacks(processes: list[Process]) -> str:
 
 
 def _open_errors(pid: int) -> int | None:
-    """Open a process's standard error to read what it prints next. This works for files, and for pipes without other
-    readers.
+    """Open a process's standard error to read what it prints next. The standard error must be a file, or a pipe without
+    other readers.
     """
     try:
         file = os.open(f"/proc/{pid}/fd/2", os.O_RDONLY | os.O_NONBLOCK)

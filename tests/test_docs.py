@@ -8,7 +8,7 @@ import doc_examples
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Long pages run first, so that no process has to wait for one at the end.
+# Run long pages first; otherwise, all other processes would wait for a long page at the end.
 PAGES = [
     page.relative_to(ROOT).as_posix()
     for page in sorted(
@@ -16,7 +16,7 @@ PAGES = [
         key=lambda page: (-page.read_text("utf-8").count("\n$ "), page),
     )
 ]
-# Readers run examples in the repository's root, which contains these.
+# Readers run the examples in the root of the repository, which contains these files and folders.
 LINKED = ("scripts", "configs", "train.py")
 # The examples on these pages need other trainers, so tests/trainers/test_page.py runs them.
 OTHER_TRAINERS = ("docs/how-to/integrations.md", "docs/how-to/trl-script.md")
@@ -83,7 +83,7 @@ def anchors(page: str) -> set[str]:
     return found
 
 
-# A wrong page must fail.
+# A page with wrong output must fail the test.
 
 GOOD = """
 ```console

@@ -96,7 +96,7 @@ def test_300_manipulations_are_all_detected(dataset, tmp_path):
         kind = ("change", "field", "insert", "remove", "reorder", "cut")[number // 2 % 6]
         changed = lines
         while changed == lines:
-            # Recomputing the hashes can undo the change.
+            # Repeat until the lines differ, because recomputing the hashes can undo the change.
             changed, first = tampered(lines, kind, rng)
             changed = rechained(changed, first) if number % 2 else changed
         log.write_bytes(b"".join(line + b"\n" for line in changed))
@@ -182,7 +182,7 @@ FORGERIES = [
 
 @pytest.mark.parametrize("number", range(len(FORGERIES)))
 def test_a_forged_log_with_a_valid_hash_chain_is_detected(dataset, tmp_path, number):
-    """`verify_log` does not get the head that the checkpoint stores."""
+    """`verify_log` detects the forgery without the hash that the checkpoint stores."""
     action, forge, said = FORGERIES[number]
     _, states = run(dataset, tmp_path, 11, checkpoints=(9,), config={"batch_size": 8})
     audit, _ = run(dataset, tmp_path, 12, config={"batch_size": 8}, saved=states[9])

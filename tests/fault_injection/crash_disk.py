@@ -1,7 +1,7 @@
 """A simulated disk that records every operation and recreates the states that a power loss can leave.
 
 Written bytes are durable only after the file is synced. A created, renamed or removed directory entry is durable only
-after its directory is synced. Until then, any suffix of the unsynced changes may be lost.
+after its directory is synced. Without a sync, any suffix of the changes may be lost.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Model:
 
 
 def outcomes(seed: int) -> dict[str, Callable[[int], int]]:
-    """Return three loss patterns: no unsynced change survives, all survive, or a random number of them."""
+    """Return three outcomes of a power loss: no unsynced change survives, all survive, or a random number of them."""
     rng = random.Random(seed)
     return {
         "nothing": lambda count: 0,

@@ -32,7 +32,7 @@ OPERATIONS = (
 class KilledAt(Disk):
     """Kills the process at operation `at`, or only counts operations if `at` is 0.
 
-    If that operation is a write, half of the data is written first.
+    If operation `at` is a write, half of the data is written before the process is killed.
     """
 
     def __init__(self, at: int = 0) -> None:

@@ -125,7 +125,7 @@ def why_not() -> str:
 
 
 def start_again_with_shim() -> None:
-    """Restart this process with the shim preloaded; continue without it if that is not possible."""
+    """Restart this process with the shim preloaded, or continue without the shim if it is not available."""
     if (file := os.environ.pop(LOADED, None)) is not None:
         os.environ.pop("LD_PRELOAD")
         shutil.rmtree(Path(file).parent, ignore_errors=True)

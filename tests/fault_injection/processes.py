@@ -1,8 +1,8 @@
 """Run work in a forked child process and report its return value, its one-line chatmill error, or its failure.
 
 A forked child inherits a trial's patches to the library, such as a planted fault or a fake disk. Forking is safe only
-in a process with one thread. `begin` checks this, `run.py` limits the number of threads, and no forking
-process computes with torch.
+in a process with one thread. `begin` checks the number of threads, `run.py` limits it, and no forking process computes
+with torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Child:
         return f"the child used no CPU time for {IDLE_SECONDS:.0f} seconds" if now - self._at > IDLE_SECONDS else ""
 
     def end(self, cpu_seconds: float = CPU_SECONDS) -> Ended:
-        """Return the result of the child. A stuck child prints its stacks, is killed, and counts as broken."""
+        """Return the result of the child. A child that is stuck prints its stacks and is killed, and the result reports
+        it as broken.
+        """
         raw, stuck = b"", ""
         while True:
             ready, _, _ = select.select([self.result], [], [], 1.0)
@@ -163,7 +165,9 @@ def limited(work: Callable[[], Any], room: int) -> Callable[[], Any]:
 
 
 def load_torch() -> None:
-    """Import torch before forking, so that children need not import it. This process must not compute with torch."""
+    """Import torch before forking, so that children need not import it. The forking process must not compute with
+    torch.
+    """
     import torch
     import torch._dynamo
 

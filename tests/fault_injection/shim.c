@@ -1,4 +1,4 @@
-/* A preloaded library that makes chosen C library calls fail. It does nothing until `faults_arm` is called.
+/* A preloaded library that makes chosen C library calls fail. The library does nothing until `faults_arm` is called.
 
    Only calls on paths or descriptors below one folder are counted, because Python and libraries also open other files.
    The counters are in memory that is shared with forked children. */

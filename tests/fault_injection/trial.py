@@ -112,7 +112,7 @@ class Trial:
     """Whether to use a folder in memory, for trials that do not need a real disk."""
 
     def run(self, size: int, seed: int) -> Tally:
-        """Run the trial in this process. Raise AssertionError if it made no attempt and was not skipped."""
+        """Run the trial in this process. Raise AssertionError if the trial made no attempt and was not skipped."""
         tally, began = Tally(self.name), time.perf_counter()
         place = MEMORY if self.in_memory and os.access(MEMORY, os.W_OK) else None
         folder = Path(tempfile.mkdtemp(prefix="chatmill-trial-", dir=place))

@@ -60,7 +60,7 @@ def test_the_weight_of_a_record_multiplies_those_of_its_tokens(template, train_o
         factor = np.repeat(np.array(weights, dtype=np.float32), rows.lengths)
         assert rows.ids.tolist() == plain.ids.tolist()
         assert rows.weights().tolist() == (plain.weights() * factor).tolist()
-        # Reweighing keeps the weight of each record, and records of weight 0 stay out of the mask.
+        # Reweighing keeps the weight of each record, and the mask still excludes records with weight 0.
         for other in ("last", "assistant", "all"):
             again = rows.reweigh(other)
             expected = renderer.render([conversation(weight, flag) for weight in weights], train_on=other)

@@ -75,7 +75,9 @@ def leaves(value: object, path: str = "") -> list[str]:
 
 
 def unreported(config: object, keys: list[str]) -> list[str]:
-    """Return the paths of values that are not covered by exactly one key. A key covers everything below it."""
+    """Return the paths of values that are not covered by exactly one key. A key covers its own value and all nested
+    values.
+    """
 
     def names(key: str, leaf: str) -> bool:
         return leaf == key or leaf.startswith((f"{key}.", f"{key}["))

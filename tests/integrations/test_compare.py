@@ -260,7 +260,7 @@ def test_counts_add_up_to_all_tokens_whatever_the_other_row_is(renderer, turns, 
     ours, theirs = int(row.mask()[1:].sum()), sum(mask[1:kept])
     assert counts.both + counts.only_chatmill == ours
     assert counts.both + counts.only_peer == theirs
-    # A token that both rows contain counts once.
+    # A token that both rows contain is counted once.
     assert max(len(row.ids), kept) <= counts.total <= len(row.ids) + kept
     assert sum(each.counts.only_chatmill for each in result.differences) == counts.only_chatmill
     assert sum(each.counts.only_peer for each in result.differences) == counts.only_peer

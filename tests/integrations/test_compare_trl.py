@@ -301,7 +301,8 @@ def test_prompts_and_completions_are_given_to_trl_as_such(run, tmp_path):
     code, out, _ = run(write(pair), "model", "--json")
     found = json.loads(out)
     assert code == 0
-    # Without tags, TRL trains on the completion only; chatmill leaves out the line end after it.
+    # If the template has no generation tags, TRL trains on the completion and the newline after it; chatmill leaves out
+    # the newline.
     assert [(each["name"], each["only_peer"]) for each in found["reasons"]] == [("after", 1)]
     assert found["tokens"]["both"] == 4
 

@@ -161,7 +161,7 @@ def test_a_cache_smaller_than_the_dataset_gives_equal_batches_and_one_warning(lo
 def test_workers_of_a_torch_data_loader_read_through_the_cache(local):
     folder, url = both(local, {})
     expected = batches(folder, BASE, steps=6)
-    # Objects at memory:// exist only in this process and in forked ones.
+    # Objects at memory:// exist only in this process and its forked children.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loader = DataLoader(EpisodeLoader(url, BASE), batch_size=None, num_workers=2, multiprocessing_context="fork")

@@ -100,7 +100,8 @@ def test_digests_of_long_rows_are_those_of_numpy(tmp_path, vocab_size):
     rng = np.random.default_rng(0)
     rows = talks(3, 200)
     rows.ids[:] = rng.integers(0, vocab_size, len(rows.ids))
-    # Tokens with weight 0 or -0 have no label. Their default weight is 0, whose bytes differ from those of -0.
+    # Tokens with weight 0 or -0 have no label. Tokens without a label get the weight 0, which differs from -0 in its
+    # bytes.
     rows.spans["weight"] = rng.choice([0, -0.0, 0.25, 1, 1, 1], len(rows.spans))
     target = write_rows(tmp_path / "d", {"train": rows}, vocab_size=vocab_size)
     loader = EpisodeLoader(target, {"block_size": 500}, tensors=False)

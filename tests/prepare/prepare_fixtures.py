@@ -46,7 +46,7 @@ engine.run_unit = lambda unit, *args: time.sleep(3600) if unit.name != "a.jsonl"
 
 
 def conversations(count: int, seed: int = 1) -> list[dict[str, Any]]:
-    """Return short and long conversations. Some have no answer, and some are duplicates."""
+    """Return short and long conversations, including duplicates and conversations without an answer."""
     rng = random.Random(seed)
 
     def text(most: int) -> str:

@@ -72,7 +72,8 @@ def test_a_conversation_has_a_row_for_each_answer_that_is_trained(roles, weights
     assert made.trailing == len(roles) - stops[-1]
 
 
-# `new_message` does not validate, so tool results may also have weights. They must not be trained on twice either.
+# `new_message` does not validate, so tool results may also have weights. Like answers, tool results with weights must
+# not be trained on twice.
 message_ = st.builds(
     new_message,
     role=st.sampled_from(["user", "tool", "assistant", "assistant"]),

@@ -32,7 +32,7 @@ EVER = 1 << 30
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault for the next `times` requests with this method and path, after skipping the first `skip`.
+    """A fault that skips the first `skip` requests with this method and path, and affects the next `times` requests.
 
     status    respond with `status` and `code`, without asking the server
     reset     reset the connection after `after` bytes of the response body

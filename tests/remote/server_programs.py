@@ -56,7 +56,7 @@ def moto() -> None:
 
 
 def rclone(folder: str, key: str, secret: str) -> None:
-    """Serve S3 from a folder whose subfolders are buckets. Credentials are checked; conditional writes are not
+    """Serve S3 from a folder, with its subfolders as buckets. Credentials are checked; conditional writes are not
     supported.
     """
     program = shutil.which("rclone", path=str(Path(sys.executable).parent)) or "rclone"
@@ -182,7 +182,9 @@ class FileHandler(http.server.BaseHTTPRequestHandler):
 
 
 def web(folder: str) -> None:
-    """Serve a folder: /ranges/NAME, /whole/NAME without ranges, /stream/NAME without lengths, /locked/NAME."""
+    """Serve a folder at /ranges/, at /whole/ without ranges, at /stream/ without lengths, and at /locked/ with a
+    password.
+    """
     locked = "Basic " + base64.b64encode(b"user:pass word").decode()
 
     class Handler(FileHandler):

@@ -44,8 +44,8 @@ def started(program: str, *words: str) -> Iterator[int]:
             assert server.stdout is not None
             yield int(server.stdout.readline())
         finally:
-            # The process stops its own program when stdin is closed. If the process were killed, that program would
-            # keep running.
+            # The server process stops the programs that it started when its stdin is closed. If it were killed, these
+            # programs would keep running.
             assert server.stdin is not None
             server.stdin.close()
             try:
@@ -207,7 +207,7 @@ def hf_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def hf(hf_server: Server) -> Iterator[Server]:
-    """Return the Hub server: the file `hf.folder / "org/name/chat.jsonl"` is hf://datasets/org/name/chat.jsonl."""
+    """Return the Hub server, which serves `hf.folder / "org/name/chat.jsonl"` as hf://datasets/org/name/chat.jsonl."""
     with hf_server.in_environment():
         yield hf_server
 

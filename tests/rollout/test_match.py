@@ -39,7 +39,8 @@ def brute_force(predicted, truth, gate):
                 pairs = list(zip(rows, columns, strict=True))
                 values = [box_overlap(predicted[row], truth[column]) for row, column in pairs]
                 if all(value >= gate for value in values):
-                    # On ties, the lowest columns win, row by row. A missing match counts as a column after the last.
+                    # Break ties in favor of the lowest columns, row by row. Treat a row without a match as if its
+                    # column came after the last column.
                     of_row = dict(pairs)
                     rank = [of_row.get(row, len(truth)) for row in range(len(predicted))]
                     if chosen is None or (sum(values), [-r for r in rank]) > (best, [-r for r in chosen[1]]):

@@ -205,7 +205,7 @@ def test_every_scenario_gives_the_transformers_prompt_and_the_specified_answer(o
         first = starts.index(size)
         assert health.kept_tokens == kept, name
         assert sum(health.fallback.values()) == scenario.is_fallback, name
-        # In the prefix, the mask contains only coordinates. After the prefix, it contains every token.
+        # In the prefix, the mask contains only coordinates. After the prefix, the mask contains every token.
         is_coordinate = [tokens.decode([id]) in COORDINATES for id in answer]
         assert not any(weight for weight, yes in zip(weights[:first], is_coordinate, strict=False) if not yes), name
         assert all(weight == 1 for weight in weights[first:]), name

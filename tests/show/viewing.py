@@ -57,7 +57,8 @@ def open_browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        # Chromium cannot use its sandbox as root in a container. The pages are our own.
+        # Chromium cannot use its sandbox as root in a container. The tests open only pages from chatmill, so no sandbox
+        # is needed.
         opened = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"], timeout=WAIT)
         yield opened
         opened.close()

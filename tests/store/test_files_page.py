@@ -1,6 +1,6 @@
 """Real files are read using only the tables of docs/reference/files.md.
 
-Types and offsets are parsed from the page, so a wrong table fails here.
+Types and offsets are parsed from the page, so the tests fail if a table is wrong.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def test_shard_bytes_do_not_depend_on_how_rows_are_chunked(plain, one, other, sh
         for name, cuts in (("one", one), ("other", other)):
             parts = split_at(rows, cuts)
             if name == "other":
-                # A process that has already read other files has them first in the file table.
+                # If a process has already read other files, these files are listed first in its file table.
                 parts = [concat([Rows(**vars_of(EMPTY), files=(File("s", "z"), *rows.files[::-1])), p]) for p in parts]
             info = write_split(Path(folder) / name, parts, vocab_size=2**32, shard_tokens=shard_tokens)
             found.append((info, contents(Path(folder) / name)))

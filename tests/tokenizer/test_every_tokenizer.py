@@ -50,7 +50,7 @@ def test_decoding_restores_the_text(name, request):
     @given(TEXT)
     def check(text: str) -> None:
         if is_sentencepiece(tokenizer):
-            # SentencePiece uses this character for a space, and decodes it as one.
+            # SentencePiece uses this character for a space, and decodes the character as a space.
             text = text.replace("▁", "_")
         assert tokenizer.decode(tokenizer.encode(text)) == text
 

@@ -31,8 +31,8 @@ def test_sentencepiece_with_its_added_space_and_characters_of_several_bytes():
         text = random_text(rng).replace("<", "")
         ranges = random_ranges(rng, len(text)) if text else []
         pieces = library.encode(text, return_type="proto").pieces
-        # The library counts positions in bytes. It assigns a character that is encoded as byte tokens to the last of
-        # them.
+        # The library counts positions in bytes. If a character is encoded as several byte tokens, the library assigns
+        # it to the last of these tokens.
         begins, ends = [piece.begin for piece in pieces], [piece.end for piece in pieces]
         for at in range(len(pieces) - 2, 0, -1):
             if begins[at] == ends[at]:

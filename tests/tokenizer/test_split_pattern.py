@@ -1,8 +1,8 @@
 """Words are split where `tokenizers` splits them, for each pattern, with SSE2 and NEON, on any text.
 
 `split_words.c` is compiled for this processor, and for x86-64 if `gcc-x86-64-linux-gnu` and `qemu-user` are installed.
-The program finds words in two ways, 64 bytes or one word at a time. It exits with an error if the results differ, on
-undefined behavior, and on reads past the text.
+The C program finds words in two ways, 64 bytes or one word at a time. The program exits with an error if the results
+differ, if it reads past the end of the text, or on undefined behavior.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def test_texts_of_several_windows(cut, section):
 
 
 def test_every_character_between_others(cut, section):
-    # Above 0x3400, there are long runs of one class, so a few of their characters are enough.
+    # Above 0x3400, long runs of characters have the same class, so testing a few characters of each run is enough.
     numbers = [n for n in range(KNOWN) if n < 0x3400 or n % 31 == 0]
     characters = [chr(n) for n in numbers if not 0xD800 <= n < 0xE000 and chr(n) not in "ſ\u3040\u3097\u3098"]
     lines = [

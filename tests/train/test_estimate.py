@@ -192,7 +192,7 @@ def test_a_compiled_model_keeps_the_counted_activations(compute):
         model = GPT(sizes, compute=compute)
         model.compile_blocks(recompute=recompute)
         for block in model.blocks():
-            # torch decides what to keep before it generates kernels, so a backend without kernels is enough.
+            # torch decides what to keep before it generates kernels, so use a backend that does not generate kernels.
             block.compile(backend="aot_eager_decomp_partition", dynamic=False)
         return really_saved(model, lambda: model.hidden(x, positions, segments))
 

@@ -67,8 +67,8 @@ def architectures(tmp_path_factory) -> Path:
 
 
 def test_every_architecture_loads_and_saves_in_shards_like_one_process(architectures, tmp_path):
-    """Weights and buffers are bitwise equal to those of `from_pretrained`, and saved files to those of an unsharded
-    model.
+    """Weights and buffers are bitwise equal to those of `from_pretrained`, and the saved files are equal to those of an
+    unsharded model.
     """
 
     def work(rank: int) -> None:

@@ -57,7 +57,7 @@ def rss_anon() -> int:
 
 @contextmanager
 def watched() -> Iterator[list[int]]:
-    """Yield a list whose last item, after the block, is the peak growth of anonymous memory in the block."""
+    """Yield a list; after the `with` block, its last item is the peak growth of anonymous memory in the block."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before, growth, done = rss_anon(), [0], threading.Event()

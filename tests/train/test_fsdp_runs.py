@@ -33,7 +33,7 @@ WAY: dict[str, Any] = {
 ONE = {"max_iters": 2, "save_interval": 0}
 MARKER, INDEX = "checkpoint.json", "model.safetensors.index.json"
 KILLS = [
-    # The rank that is killed, the operation, and part of the name of the file or folder.
+    # Each tuple contains the rank to kill, the operation at which to kill it, and part of the file or folder name.
     (1, "write", "model-00002-of-"),
     (0, "create", INDEX),
     (0, "create", MARKER),

@@ -177,7 +177,7 @@ class Markov(CausalModel):
         """This model has no state to cache."""
 
 
-# Ending at the first token is likely (0.9). An answer that does not end there almost never ends.
+# Ending at the first token is likely (0.9). An answer that continues after the first token almost never ends.
 LATE = [[0.9, 0.1], [1e-6, 1 - 1e-6]]
 # Ending at the second token is more likely (0.7 · 0.99) than at the first (0.3).
 SECOND = [[0.3, 0.7], [0.99, 0.01]]

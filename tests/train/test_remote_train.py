@@ -41,7 +41,7 @@ def local(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def settings(tmp_path, monkeypatch):
-    # Runs change these variables, and `monkeypatch` restores them.
+    # Runs change these environment variables, and `monkeypatch` restores their values.
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CHATMILL_CACHE_SIZE", "1GB")
     monkeypatch.setattr(objects, "FIRST_DELAY", 0.001)

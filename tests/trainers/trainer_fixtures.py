@@ -83,7 +83,7 @@ def own_batches(
 def own_losses(dataset: Path, model: Path, config: Mapping[str, Any], *, steps: int = STEPS) -> list[float]:
     """Return the loss of each step of chatmill's own loop: AdamW at a constant learning rate, in float32, on one rank.
 
-    Runs with more ranks or with gradient accumulation must give these losses too.
+    Runs with more ranks or with gradient accumulation must have the same losses.
     """
     return own_run(dataset, model, config, steps=steps)[0]
 

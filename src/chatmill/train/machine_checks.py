@@ -41,7 +41,7 @@ OPTIONAL = {
 }
 """Packages that only some runs use, each with the chatmill extra that installs it."""
 MODULES = {"flash-attn-4": "flash_attn"}
-"""Packages whose module has a different name."""
+"""Packages with an import name that differs from the package name."""
 DRIVER = Path("/proc/driver/nvidia/version")
 SHM = Path("/dev/shm")
 

@@ -72,12 +72,12 @@ def merge_adapters(
 ) -> Merged:
     """Merge the adapters of a run, a checkpoint or an adapter folder into their base model, as a new model folder.
 
-    The new folder includes the tokenizer, the chat template and the training metadata. It is written atomically.
-    `save_dtype` is the dtype of the saved weights; "auto" keeps the dtype of each weight in the base model. `progress`
-    is called after each merged layer.
+    The new folder includes the tokenizer, the chat template and the training metadata. The folder is written
+    atomically. `save_dtype` is the dtype of the saved weights; "auto" keeps the dtype of each weight in the base model.
+    `progress` is called after each merged layer.
 
     By default, QLoRA adapters are merged into the dequantized weights that they were trained with. If `base` is
-    "original", they are merged into the stored weights. The result then reports how much this changes the logits.
+    "original", QLoRA adapters are merged into the original weights, and the result reports how much the logits change.
     """
     target = local_path(output)
     folder = model_folder(path)

@@ -1,7 +1,7 @@
 """The model interface that the loop, evaluation and generation use for every model family.
 
 The loss of a batch is computed in two steps. A model (`CausalModel`) computes hidden states and provides its head. A
-loss function (`LossFunction` in loss.py) computes the loss from both.
+loss function (`LossFunction` in loss.py) computes the loss from the hidden states and the head.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def usable_precision(compute: torch.dtype | None) -> torch.dtype | None:
     """Return `compute`, after making sure that torch can compute in this dtype without printing a warning.
 
     On an Arm processor without bfloat16 instructions, the first bfloat16 product prints a thirty-line warning and turns
-    oneDNN off. Turning oneDNN off before this product gives the same results without the warning.
+    oneDNN off. Turning oneDNN off before the first product gives the same results without the warning.
     """
     is_arm = platform.machine() == "aarch64" and torch.backends.mkldnn.is_available()
     if compute is torch.bfloat16 and is_arm and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -179,9 +179,9 @@ class CausalModel(nn.Module):
     def compile_blocks(self, *, recompute: bool = True) -> None:
         """Compile each block with static shapes; blocks with the same code and shapes are compiled only once.
 
-        If `recompute` is set, the backward pass recomputes elementwise operators. This saves a quarter of the memory at
-        the same speed. With activation checkpointing, blocks need less memory without `recompute`. The setting applies
-        to the whole process.
+        If `recompute` is set, the backward pass recomputes elementwise operators. Recomputation saves a quarter of the
+        memory at the same speed. With activation checkpointing, blocks need less memory without `recompute`.
+        `recompute` applies to all models in the process.
         """
         import torch._functorch.config as partitioner
 
@@ -201,7 +201,7 @@ class CausalModel(nn.Module):
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Context in which a module is in eval mode, which disables dropout."""
+    """Context manager that puts a module in eval mode, which disables dropout."""
     training = module.training
     module.eval()
     try:

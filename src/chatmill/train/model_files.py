@@ -51,7 +51,7 @@ LAYER_COUNTS = {
     "n_blocks",
     "depth",
 }
-"""Config keys that count layers; each layer has at least one tensor."""
+"""Config keys for the number of layers; each layer has at least one tensor."""
 MOST_LAYERS = 2048
 """Maximum number of layers; a model with this many layers is built in a few seconds."""
 SIZES = {"vocab_size", "hidden_size", "n_embd", "d_model", "num_experts", "num_local_experts", "n_routed_experts"}

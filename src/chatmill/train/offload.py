@@ -29,7 +29,7 @@ class ActivationOffload:
     """
 
     def __init__(self, *, device_types: tuple[str, ...] = ("cuda",)) -> None:
-        """Offload only inputs on devices of these types."""
+        """Offload only inputs on devices of the types in `device_types`."""
         self._device_types = device_types
         self._streams: dict[torch.device, Any] = {}
         self._free: list[Tensor] = []
@@ -90,7 +90,8 @@ class ActivationOffload:
 
 
 class SavedInput:
-    """A block input in a host buffer. A copy is also on the device until `drop`, and between `fetch` and `take`.
+    """A block input in a host buffer. The device also has a copy until `drop` is called, and between `fetch` and
+    `take`.
 
     Device memory is allocated and freed on the compute stream. This stream waits for a copy before it reads or frees
     the tensor, so the memory of a running copy is never reused.

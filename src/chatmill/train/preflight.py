@@ -137,8 +137,8 @@ def _largest(source: DataSource) -> int:
 
 
 def trained_with(folder: Path) -> dict[str, Any]:
-    """Read training.json from a model folder. Models from other programs have no such file; for these, return an empty
-    object.
+    """Read training.json from a model folder. Return an empty object if the file does not exist, as in models from
+    other programs.
     """
     path = folder / TRAINING
     training = read_optional(path, "remove the file, or save the model again")

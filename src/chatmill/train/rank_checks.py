@@ -80,7 +80,7 @@ class Rendezvous:
         self.store = PrefixStore(f"chatmill doctor/{attempt}", store)
 
     def collect(self, key: str, value: Any) -> list[Any]:
-        """Collect the values of all ranks on rank 0, with None for late ranks. On other ranks, return an empty list."""
+        """Collect the values of all ranks on rank 0, with None for late ranks; return an empty list on other ranks."""
         if self.store is None:
             return [value]
         if self.rank:

@@ -50,7 +50,7 @@ class TrainResult:
     untrained_rows: int
     """Number of rows without trained tokens, which do not affect the loss."""
     cut_episodes: int
-    """Number of conversations that were longer than a row and whose beginning was truncated."""
+    """Number of conversations that were truncated at the start because they were longer than a row."""
     cut_tokens: int
     answer_cut: int
     """Number of truncated conversations that lost part of an answer."""

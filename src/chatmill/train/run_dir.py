@@ -44,8 +44,7 @@ COLUMNS = ("episodes", "segments", "losses", "weights")
 def open_resumed(
     folder: Path, resume: str | None, world: World, *, otherwise: str, logs: Sequence[str] = ()
 ) -> Checkpoint | None:
-    """Open the checkpoint from which a run resumes. For a new run, whose folder must not contain a run yet, return
-    None.
+    """Open the checkpoint from which a run resumes. Return None for a new run; its folder must not contain a run yet.
 
     If the folder cannot be used, the error message suggests `otherwise`. `logs` are additional files that the run
     writes. All ranks must call this function.

@@ -4,7 +4,7 @@
 
 Packing differs between epochs, so the steps in an epoch are counted from the plan. Sampling from a mix never ends. One
 epoch of a mix has as many episodes as all its sources together, drawn according to the mix weights. With `mix_epochs`,
-it has the given number of epochs of each source.
+one epoch of a mix contains the given number of epochs of each source.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _of_epochs(epochs: float, plan: LoadPlan) -> RunLength:
 
 
 def _count(plan: LoadPlan, epoch: int) -> tuple[int, int]:
-    """Return the number of steps and the number of leftover rows in an epoch. Raise `UsageError` if it has no steps."""
+    """Return the number of steps and of leftover rows in an epoch. Raise `UsageError` if the epoch has no steps."""
     return plan.num_steps(epoch), plan.count_rows(epoch) % plan.config.batch_size
 
 

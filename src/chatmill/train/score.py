@@ -1,7 +1,7 @@
 """Score a model on a dataset: the loss on trained tokens and the generated answers, for each source.
 
-A prompt consists of the stored token ids before a trained answer. It is not rendered again, so the model gets exactly
-the prompt from training.
+A prompt consists of the stored token ids before a trained answer. Prompts are not rendered again, so the model gets
+exactly the same prompts as in training.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ def conversation_losses(
 ) -> NDArray[np.float64]:
     """Return Σ weight · loss and Σ weight for every row, as an array of shape (2, rows).
 
-    Each row is one conversation. If it is too long, only its last tokens are kept.
+    Each row is one conversation. If a conversation is too long, only its last tokens are kept.
     """
     kept = truncate(rows, block_size + 1, "tail", ledger=Ledger(), drop_untrained=False, min_tokens=0)
     bins = pack_lengths(kept.lengths, block_size + 1)

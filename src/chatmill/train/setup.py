@@ -82,7 +82,7 @@ class Totals:
     untrained_rows: int = 0
     """Number of nonempty rows without trained tokens."""
     cut_episodes: int = 0
-    """Number of conversations that were longer than a row and whose beginning was truncated."""
+    """Number of conversations that were truncated at the start because they were longer than a row."""
     cut_tokens: int = 0
     answer_cut: int = 0
     """Number of truncated conversations that lost part of an answer."""
@@ -252,7 +252,9 @@ def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, sa
 def _open_data(
     config: TrainConfig, dataset_dir: Place, world: World, checkpoint: Checkpoint | None
 ) -> tuple[EpisodeLoader, bool]:
-    """Open the loader; also return whether it continues the checkpoint's stage. If so, restore its position."""
+    """Return the loader, and whether it continues the stage of the checkpoint. A loader that continues a stage starts
+    at the position in the checkpoint.
+    """
     pin = world.device.type == "cuda"
     loader = world.together(
         lambda: EpisodeLoader(dataset_dir, config, rank=world.rank, world_size=world.size, pin_memory=pin)
@@ -289,8 +291,8 @@ def _open_audit(
 def _open_model(
     config: TrainConfig, loader: EpisodeLoader, world: World, checkpoint: Checkpoint | None, given: CausalModel | None
 ) -> tuple[Stepper, list[str]]:
-    """Open the model and its optimizer on all ranks; return them with notes to print. A resumed run restores their
-    state from its checkpoint.
+    """Open the model and its optimizer on all ranks; return them with notes to print. A resumed run restores the state
+    of the model and the optimizer from its checkpoint.
     """
     compute = compute_dtype(config.dtype, world.device)
     if checkpoint is not None and given is None:
@@ -329,8 +331,8 @@ def _open_model(
 
 
 def _base(config: TrainConfig, checkpoint: Checkpoint | None) -> dict[str, str] | None:
-    """Return the folder and hash of the adapters' base model. Raise `UsageError` if the checkpoint has another base
-    model.
+    """Return the folder and hash of the adapters' base model. Raise `UsageError` if the adapters in the checkpoint have
+    a different base model.
     """
     if config.init_from_model is None:
         return None

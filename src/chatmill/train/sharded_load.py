@@ -58,8 +58,8 @@ def open_for_shards(config: TrainConfig, vocab_size: int, *, compute: torch.dtyp
     """
     opened, reason = _agreed(world, lambda: _open(config, vocab_size, compute, world))
     if opened is not None and (test := opened.test) is not None:
-        # Run the test only on rank 0. It reads all files into the page cache, so other ranks on that node do not
-        # need to read from disk.
+        # Run the test only on rank 0. The test reads all weight files into the page cache, so other ranks on the node
+        # of rank 0 do not need to read from disk.
         separates, reason = _agreed(world, lambda: [test()] if world.is_first else [])
         if separates is not None:
             opened.model.separates = any(value for each in world.gather(separates) for value in each)
@@ -72,8 +72,8 @@ def open_for_shards(config: TrainConfig, vocab_size: int, *, compute: torch.dtyp
 
 
 def _agreed(world: World, work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return the result of `work`, or the reason why it failed. If it fails on one rank, it counts as failed on all
-    ranks.
+    """Return the result of `work`, or the reason why it failed. If `work` fails on one rank, all ranks return the
+    reason.
     """
 
     def tried() -> tuple[T | None, str | None]:

@@ -1,4 +1,4 @@
-"""Store tensors in safetensors files, whole or as ranges of rows. Any number of ranks can write or read them.
+"""Store tensors in safetensors files, whole or as ranges of rows. Any number of ranks can write or read the files.
 
 For each partial tensor, the file header records the first row and the number of rows in the whole tensor.
 """
@@ -148,8 +148,8 @@ class ShardedTensors:
 
 
 def _rows(tensor: TensorInfo, stored: Any) -> TensorRows:
-    """Return the rows that a tensor in a file contains. `stored` is its entry in the file metadata, or None for a whole
-    tensor.
+    """Return the rows that a tensor in a file contains. `stored` is the entry of the tensor in the file metadata, or
+    None for a whole tensor.
     """
     if tensor.dtype not in TORCH_DTYPES:
         raise ValueError(f"unsupported dtype {tensor.dtype}")

@@ -63,8 +63,8 @@ class LossSpikes:
         return cls(state.loader, state.world, run_dir.print, after, deque(losses, maxlen=WINDOW), count)
 
     def follow(self, step: int, result: StepResult) -> dict[str, float]:
-        """If a step is a loss spike, print a line and return its entry for the metrics. Otherwise, return an empty
-        entry.
+        """If a step is a loss spike, print a line and return its entry for the metrics; otherwise, return an empty
+        dict.
 
         All ranks must call `follow` for every step that has a loss.
         """

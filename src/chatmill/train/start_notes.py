@@ -33,7 +33,7 @@ class NonAnswers(NamedTuple):
 
 
 def count_non_answers(loader: EpisodeLoader) -> NonAnswers | None:
-    """Count the tokens outside answers that the run trains on per epoch. Return None if there are no such tokens,
+    """Count the tokens outside answers that the run trains on per epoch. Return None if the run trains only on answers,
     or if no source has a mask.
 
     Token counts come from the metadata or, for datasets without metadata, from the masks.

@@ -1,7 +1,7 @@
 """One optimizer step on the mean loss over all trained tokens in the global batch.
 
-The step does not depend on how the batch is split over ranks and micro-batches. Its result is read one step later, so
-that the host never waits for work that it has just launched.
+The step does not depend on how the batch is split over ranks and micro-batches. The host reads the result of a step one
+step later, so it never waits for work that it has just launched.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StepCounts(NamedTuple):
     untrained_rows: float = 0.0
     """Number of nonempty rows without trained tokens."""
     cut_episodes: float = 0.0
-    """Number of episodes that are longer than a row and whose beginning is truncated."""
+    """Number of episodes that are truncated at the start because they are longer than a row."""
     cut_tokens: float = 0.0
     answer_cut: float = 0.0
     """Number of truncated episodes that lose part of an answer."""
@@ -184,7 +184,7 @@ class Stepper:
     ) -> Pending:
         """Take one optimizer step; `weight` is the total weight of the global batch.
 
-        `key` consists of the run's seed and the step. It seeds stochastic rounding and must be the same on all ranks.
+        `key` seeds stochastic rounding. It consists of the run's seed and the step, and must be the same on all ranks.
         """
         losses, by_row = self.gradients(parts, weight=weight, rows=rows)
         gradients = [p.grad for p in self._parameters if p.grad is not None]

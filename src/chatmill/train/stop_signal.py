@@ -45,7 +45,7 @@ class StopRequest:
         """Terminate a run that cannot finish its step.
 
         A signal to all processes of a run, such as one from `timeout`, also ends the processes that compile the model.
-        The run may then wait for them forever.
+        A run could wait forever for a compile process that has ended.
         """
         self._arrived.wait()
         if self._finished.wait(STEP_SECONDS):

@@ -52,8 +52,8 @@ class WeightDtypes:
 def weight_dtypes(files: ModelFiles, model: Mapping[str, torch.dtype], weights: WeightPrecision) -> WeightDtypes:
     """Return the dtypes in which the weights in a folder are loaded. `model` maps weight names in the model to dtypes.
 
-    Usually, most weights in a folder share one dtype, and a few have a wider dtype. If one of these few has a different
-    name in the model, all weights are loaded as float32, which loses no precision.
+    Usually, most weights in a folder share one dtype, and a few have a wider dtype. If the name of a weight with a
+    wider dtype is different in the model, all weights are loaded as float32, which loses no precision.
     """
     if weights == "float32" or files.config.get("quantization_config"):
         return WeightDtypes()
@@ -110,7 +110,7 @@ def opened_as(dtypes: WeightDtypes) -> Iterator[None]:
 
 
 def saved_dtype(model: CausalModel, name: str, tensor: Tensor, save_dtype: str = "auto") -> torch.dtype:
-    """Return the dtype in which a weight is saved. For "auto", this is its dtype in the loaded files."""
+    """Return the dtype in which a weight is saved. "auto" selects the dtype of the weight in the loaded files."""
     if not tensor.is_floating_point():
         return tensor.dtype
     return (model.stored_dtype(name) or tensor.dtype) if save_dtype == "auto" else getattr(torch, save_dtype)

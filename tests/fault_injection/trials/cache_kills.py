@@ -1,4 +1,6 @@
-"""Several readers share a small cache and compare every byte. Some are killed; the others must read the right bytes."""
+"""Several readers share a small cache and compare every byte. If some readers are killed, the others must still read
+the right bytes.
+"""
 
 from __future__ import annotations
 

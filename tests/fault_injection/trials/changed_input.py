@@ -59,7 +59,7 @@ def replaced(path: Path, rng: random.Random) -> None:
 
 
 def reordered(path: Path, rng: random.Random) -> None:
-    """The file keeps its size, but lines start at other offsets."""
+    """Shuffle the lines of a text file, which changes their offsets but not the size of the file."""
     data = path.read_bytes()
     shuffled = data.splitlines(keepends=True)
     rng.shuffle(shuffled)

@@ -44,7 +44,7 @@ def audit_logs(size: int, seed: int, folder: Path, tally: Tally) -> None:
     (log,) = (folder / "logs").glob("*.log")
     head = states[30]["audit"]["head"]
     whole = log.read_bytes()
-    # The saved head protects only the lines before the last checkpoint.
+    # The hash in a checkpoint protects only the log lines before the checkpoint.
     anchored = whole[: whole.rindex(b"action=checkpoint")]
     for number in range(size):
         lines_of_log, what = anchored.split(b"\n"), f"a bit flipped in the log, {number}"

@@ -1,5 +1,5 @@
 """The command must succeed with the right bytes, or print a one-line error and exit with 1. Existing data must stay
-intact, and the next command must give the bytes of an uninterrupted run.
+intact, and the next command must write the same bytes as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Case:
         where = f"{self.name}, {failure} ({path.removeprefix(str(self.place) + '/')})"
         worked = ended.value is not None and ended.value["code"] == 0
         if not times and worked:
-            # Two workers share the work differently each time, so the call may not be reached.
+            # Two workers share the work differently each time, so the call that should fail may not occur.
             tally.notes["calls that were not reached"] += 1
             return
         if not worked and not one_line(ended):

@@ -167,7 +167,7 @@ def _code(folder: Path, name: str) -> None:
 
 
 def judge(tally: Tally, folder: Path, what: str, *, harmless: bool) -> None:
-    """Open a model folder as commands do. If the change may be harmless, the model may open."""
+    """Open a model folder as commands do. If `harmless` is true, the folder may be opened without an error."""
     from chatmill.train.load_model import check_is_model, open_model
     from chatmill.train.preflight import trained_with
 

@@ -152,7 +152,7 @@ def partial(size: int, seed: int, folder: Path, tally: Tally) -> None:
         if ended.value is not None and ours:
             tally.is_wrong(f"{what} opens with {ended.value[0]} episodes")
         else:
-            # A part with only tokens, masks and indices looks like a dataset written by another program.
+            # A copy with only tokens, masks and indices looks like a dataset written by another program.
             found = bool(ended.refused) and "\n" not in ended.refused
             tally.judge(survived=ended.value is not None, found=found, lost=f"{what}: {ended.broke or ended.refused}")
         shutil.rmtree(part)

@@ -45,7 +45,7 @@ def mutant(good: dict[str, Any], raw: bytes, rng: random.Random) -> bytes:
         return broken_bytes(raw, rng)
     value = broken_value(good, rng)
     if rng.random() < 0.5:
-        # The model is the most important part, but it is deeply nested.
+        # Also change values inside "model", which is the most important key but is deeply nested.
         value = {**good, "model": broken_value(good["model"], rng)}
     return json.dumps(value).replace('"@nest@"', "[" * 50 + "]" * 50).encode()
 

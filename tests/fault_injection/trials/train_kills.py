@@ -1,5 +1,5 @@
-"""One kill in five comes within half a second of the start, the others shortly after one of the next steps. Checkpoints
-are written slowly, so that some kills interrupt a save.
+"""One in five kills happens within half a second of the start, and the others happen shortly after one of the next
+steps. Checkpoints are written slowly, so that some kills interrupt a save.
 """
 
 from __future__ import annotations

@@ -161,7 +161,9 @@ async def half_open(port: int, data: bytes) -> socket.socket:
 
 
 async def wave(served: Served, requests: list[Hostile], rng: random.Random, tally: Tally) -> None:
-    """Send valid and hostile requests while half-open connections exist. The viewer must close these connections."""
+    """Send valid and hostile requests while half-open connections exist. The viewer must close the half-open
+    connections.
+    """
     begun = [await half_open(served.port, HALF_OPEN[number % len(HALF_OPEN)]) for number in range(AT_ONCE)]
     begun.append(await half_open(served.port, UNREAD))
     room = asyncio.Semaphore(AT_ONCE)

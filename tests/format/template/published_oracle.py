@@ -1,7 +1,7 @@
 """An oracle for chat templates that derives the loss mask only from plain renderings by transformers.
 
 The oracle shares no code with chatmill. An answer starts after the assistant header, where the row diverges from the
-prompt that a server would send. It ends with the first token that ends a turn after the last text of its message.
+prompt that a server would send. An answer ends with the first end-of-turn token after the last text of its message.
 """
 
 from __future__ import annotations
@@ -231,8 +231,8 @@ def opens_turn(reference: Reference, messages: Messages, places: Places, text: s
 
 
 def behind_header(reference: Reference, text: str, start: int, stop: int) -> int:
-    """Return where the header after an end token ends: after the assistant header or, if there is none, after the last
-    added token.
+    """Return the end of the header that follows an end token: the end of the assistant header or, if there is none, the
+    end of the last added token.
     """
     least = plain_header(reference).least
     at = text.rfind(least, start, stop) if least else -1

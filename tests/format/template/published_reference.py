@@ -1,6 +1,6 @@
 """Renderings of chat templates by transformers, with the positions of all texts of a conversation.
 
-Unique words are added at both ends of every text. Their positions in the output are the positions of the text.
+Unique words are added at both ends of every text, and their positions in the output show the position of the text.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def write_folder(folder: Path, source: str, tokens: dict, *, generation_config: 
 
 @dataclass(frozen=True)
 class Style:
-    """The form in which a template gets messages; the defaults are what users of transformers pass."""
+    """How messages are passed to a template; by default, in the same form as users of transformers pass them."""
 
     arguments_as_text: bool = False
     parts: bool = False
@@ -247,7 +247,7 @@ def locate(reference: Reference, messages, *, prompt: bool = False, tools: bool 
             if not stops:
                 out.spans[texts[n]] = None
                 continue
-            # Some templates repeat a function name next to its result. The call comes first.
+            # Some templates repeat the function name of a call next to the result, so use the first occurrence.
             start, stop = (starts[0] if starts else stops[0]), stops[0]
             if first_word and starts:
                 own = read_piece(messages, texts[n]).strip()

@@ -161,14 +161,14 @@ EXTRA = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
 def test_the_mask_of_a_difficult_template_is_exact(tmp_path, name):
     source, record, expected = GOLDEN[name]
     format = opened(tmp_path, source, name)
-    # The first renderings derive the mask. The last one replays it from the cache.
+    # The first two calls derive the mask, and the last call replays it from the cache.
     for _ in range(3):
         assert marked(format, record) == expected
 
 
 @pytest.mark.parametrize("written", ["{}", '{"eos_token_id": null}'])
 def test_a_generation_config_without_an_end_token_is_accepted(tmp_path, written):
-    # transformers writes such a file for a model whose config has no EOS token.
+    # If the config of a model has no EOS token, transformers writes one of these files.
     name = next(name for name in GOLDEN if name not in STOPS)
     source, record, expected = GOLDEN[name]
     opened(tmp_path, source, name)

@@ -67,7 +67,7 @@ def outcome(renderer: TemplateRenderer, records) -> tuple:
 
 @cache
 def renderers(name: str) -> tuple[TemplateRenderer, TemplateRenderer]:
-    """Return two renderers of one template: one for columns, and one that derives every record."""
+    """Return two renderers of one template: one for records in columns, and one for single records."""
 
     def made() -> TemplateRenderer:
         if name in SOURCES:
@@ -126,7 +126,7 @@ def test_a_trace_is_compared_with_the_template_at_uses_1_2_4_8():
         )[1],
     ):
         renderer.lay_out_columns(columns_of(path))
-    # Only these conversations are compared; the others use the trace of the first conversation unchecked.
+    # Only these conversations are checked; all others reuse the trace of the first conversation without a check.
     assert compared == ["1", "2", "4", "8", "16"]
 
 

@@ -129,7 +129,7 @@ def test_exactly_the_text_from_the_header_to_the_end_of_each_answer_is_trained(n
                 m.reasoning for n, m in enumerate(record.messages) if n != number
             ]
             assert not [other for other in others if other.strip() and other.strip() in got], (kind, number)
-            # Only control tokens may stand between the content and the terminator.
+            # Only control tokens may occur between the content and the end token.
             said = message.content.strip() or "gammaword"
             assert said in got, (kind, number)
             rest = got[got.rindex(said) + len(said) :]

@@ -11,8 +11,8 @@ from chatmill.remote.urls import Place
 ReportPage = Callable[[Place], str]
 """A function that returns a dataset's report as an HTML page, like `chatmill report`."""
 MOST_TOKENS = 10**9
-"""Maximum number of tokens in a dataset for which a page is written. For a larger dataset, all ranks would wait for
-more than a minute.
+"""Maximum number of tokens in a dataset for which a page is written. With more tokens, all ranks would wait for the
+page for more than a minute.
 """
 
 
