@@ -171,9 +171,9 @@ def test_columns_that_lose_the_better_answer_or_repeat_its_prompt_are_refused(tm
     [
         ("messages", '--columns "messages" is not NAME=COLUMN; expected pairs such as'),
         ("messages=", '--columns "messages=" is not NAME=COLUMN'),
-        ("bogus=x", '--columns names "bogus", which is not read; expected messages, prompt, '),
-        ("messages=a,messages=b", '--columns gives "b" or "messages" twice; expected each name once'),
-        ("role=a,content=a", '--columns gives "a" or "content" twice; expected each name once'),
+        ("bogus=x", '--columns names "bogus", which is not a known name; expected messages, prompt, '),
+        ("messages=a,messages=b", '--columns maps "b" or "messages" twice; expected each name once'),
+        ("role=a,content=a", '--columns maps "a" or "content" twice; expected each name once'),
     ],
 )
 def test_invalid_columns_are_reported_in_one_line(tmp_path, columns, fault):
@@ -371,7 +371,10 @@ def test_content_parts_of_all_types_are_read():
 @pytest.mark.parametrize(
     ("parts", "fault"),
     [
-        ([{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}], "part 1 is reasoning after text"),
+        (
+            [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}],
+            "part 1 is a reasoning part after text",
+        ),
         ([{"type": "tool_call", "value": "{"}], "part 0 is not JSON"),
         (
             [{"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}, {"type": "text", "text": "a"}],

@@ -117,7 +117,7 @@ def _fitted(rows: Rows, numbers: list[int], t_max: int, ledger: Ledger) -> Itera
 
 
 def count_stored(rows: Rows, ledger: Ledger) -> None:
-    """Count rows as stored, and note rows without trained tokens."""
+    """Count all rows as stored in the ledger, and also count the rows without trained tokens."""
     row = np.repeat(np.arange(len(rows)), np.diff(rows.first_span[rows.first_segment]))
     untrained = np.bincount(row[rows.spans["weight"] > 0], minlength=len(rows)) == 0
     if untrained.any():

@@ -2,7 +2,8 @@
 
     magic · crc32 of the rest · size of the header · header (JSON) · arrays, each at a multiple of 64 bytes
 
-The *head* of a file has all arrays except tokens and spans, which follow it. Assembly plans the shards from heads only.
+The *head* of a file has all arrays except tokens and spans, which follow the head. Assembly reads only the heads of
+staged files to plan the shards.
 
 A staged file gets its final name when it is complete. The file is not synced; after a power loss, its checksum shows
 whether it is intact. Objects in an object store appear atomically.

@@ -48,7 +48,7 @@ def transcript_lines(
                 ledger.add("truncated", "pair_over_context", tokens=length - stored)
             if any(_has_weight(message, record) for message in messages_of(record, renderer.format)[:count]):
                 ledger.add("noted", WEIGHTS_LEFT_OUT, rows=1, tokens=stored)
-            # With EOS, the file gives the same records whether it is read as lines or as a stream.
+            # End each line with EOS, so that reading the file as lines or as a stream gives the same records.
             text = "".join(turns[:count]) + renderer.format.end
             plain = text.isprintable() and text == text.strip() and all(message.complete for message in record.messages)
             yield text if plain else json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Render rows for `--unroll`: one row per answer, whose loss mask includes only that answer."""
+"""Render rows for `--unroll`: one row per answer; the loss mask of a row includes only its answer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def row_chunks(
 def render_unrolled(renderer: Renderer, batch: Sequence[Unrolled], ledger: Ledger) -> Rows:
     """Render all rows of the conversations and count them in the ledger.
 
-    Tokens that are also in an earlier row count as repeated; all other tokens count as rendered.
+    The ledger counts tokens that are also in an earlier row as repeated, and all other tokens as rendered.
     """
     records = [row for each in batch for row in each.rows]
     notes = Ledger()

@@ -133,7 +133,7 @@ class _Streams(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        # The reader seeks to the current position if the file is empty.
+        # Allow a seek to the current position, which the reader makes if the file is empty.
         if whence != io.SEEK_SET or offset != self._at:
             raise io.UnsupportedOperation("seek")
         return offset

@@ -44,7 +44,7 @@ def hash_places(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def smallest_hash_share(first: float, last: float) -> float | None:
-    """Return the smallest fraction that leaves no split empty, rounded up, or None if there is none.
+    """Return the smallest fraction that leaves no split empty, rounded up, or None if every fraction leaves one empty.
 
     `first` and `last` are the smallest and largest value of `hash_places`.
     """
@@ -52,7 +52,7 @@ def smallest_hash_share(first: float, last: float) -> float | None:
 
 
 def smallest_shuffle_share(has_rows: NDArray[np.bool_], *, seed: int) -> float | None:
-    """Like `smallest_hash_share`, for `shuffle_split`; `has_rows` tells which records have rows."""
+    """Like `smallest_hash_share`, for `shuffle_split`; `has_rows` is True for each record that has rows."""
     count = len(has_rows)
     order = shuffle_split(count, 0.0, seed=seed).train
     size = next((at + 1 for at, record in enumerate(order) if has_rows[record]), 0)
@@ -62,7 +62,7 @@ def smallest_shuffle_share(has_rows: NDArray[np.bool_], *, seed: int) -> float |
 
 
 def _rounded_up(number: float, fits: Callable[[float], bool]) -> float | None:
-    """Round up to the fewest significant digits, at least three, that `fits` accepts, or return None."""
+    """Round a number up to as few significant digits as `fits` accepts, but at least three; None if that fails."""
     first = 2 - math.floor(math.log10(number)) if number > 0 else 3
     for digits in range(first, first + 15):
         scale: int = 10**digits

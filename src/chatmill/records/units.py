@@ -101,7 +101,7 @@ def _cut_object(url: Url, *, size: int, end: int) -> Iterator[tuple[int, int]]:
     least = range(size - 1, end - 1, size)
     stops = in_threads(lambda at: _line_end(url, at, end), least, here=url.scheme == "memory")
     start = 0
-    # If a line is longer than a piece, several stops are equal.
+    # If a line is longer than a piece, several pieces have the same end, so remove duplicates.
     for stop in sorted({*stops, end} - {0}):
         yield start, stop
         start = stop

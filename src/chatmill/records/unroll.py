@@ -3,8 +3,8 @@
     user a1 user a2   ->   user a1
                            user a1 user a2        here a1 is only context
 
-Some chat templates render earlier answers differently from the last one, for example without reasoning. As the last
-message of a row, each answer is rendered as the model has to generate it.
+Some chat templates render earlier answers differently from the last one, for example without reasoning. Each answer is
+the last message of its row, so it is rendered exactly as the model must generate it.
 """
 
 from __future__ import annotations

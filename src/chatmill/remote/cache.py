@@ -237,7 +237,7 @@ def _remove_oldest(folder: Path, size: int) -> bool:
         if removed >= size:
             break
         if path.parent.name == "partial":
-            # A partial file whose lock is free was left by a killed process.
+            # If the lock of a partial file is free, the process that downloaded the file was killed.
             if _is_held(folder, path.name):
                 continue
             path.unlink(missing_ok=True)

@@ -64,7 +64,7 @@ TIME_LIMIT = 15.0
 FIRST_DELAY = 0.2
 """Seconds before the second attempt. The delay doubles after each attempt, and varies randomly by up to 50%."""
 RANGE_BYTES = 8 << 20
-"""Maximum number of bytes per request; this limits the data to read again after a broken connection."""
+"""Maximum number of bytes per request, so that little data must be read again after a broken connection."""
 VERSIONS = (
     "generation",
     "ETag",

@@ -93,7 +93,7 @@ def encode_append(
 
 
 def encode_answer(objects: Sequence[Object], schema: Schema, vocabulary: Vocabulary) -> Appended:
-    """Encode a complete answer with these objects."""
+    """Encode a complete answer that contains the given objects."""
     (first, *others), coordinates = _stretches(objects, 1, OPENING.text, schema)
     return _encode([first._replace(run=(OPENING, *first.run)), *others], coordinates, vocabulary)
 

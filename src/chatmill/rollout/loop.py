@@ -245,7 +245,9 @@ class _RolloutRun:
         return [rows.take(np.flatnonzero(fits & (step_of == step))) for step in range(steps)]
 
     def _answers(self, generator: Generator, prompts: list[list[int]], records: list[Record]) -> list[list[int]]:
-        """Return one answer per prompt. Ranks generate whole batches, so their number does not affect the answers."""
+        """Return one answer per prompt. Each rank generates whole batches, so the number of ranks does not affect the
+        answers.
+        """
         size = self.config.generation_size
         starts = range(0, len(prompts), size)
 

@@ -31,7 +31,7 @@ class TextPart(NamedTuple):
 
     text: str
     part: int
-    """An int instead of a `Part`, because it is faster to hash."""
+    """A `Part` as an int, because an int is faster to hash."""
 
 
 NO_TEXT = TextPart("", STRUCTURE)

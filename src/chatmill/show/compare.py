@@ -133,7 +133,7 @@ class Clues:
 
 
 def compare_row(row: Rows, peer: PeerRow, clues: Clues) -> RowComparison:
-    """Compare one row with another library's row; the first token of a row is never a target."""
+    """Compare one row with another library's row; the first token of a row is never predicted."""
     ours, theirs = _never_first(row.mask()), _never_first(peer.trained)
     theirs[peer.kept :] = False
     counts, differences, weighted = Counts(), [], 0

@@ -55,7 +55,7 @@ class Refusals:
     """Records that one library refuses for one kind of reason."""
 
     reason: str
-    """The reason for the first of these records."""
+    """The reason given for the first of the refused records."""
     place: str
     records: int = 0
 

@@ -29,7 +29,7 @@ CLIENT_SECONDS = 20.0
 
 
 class LimitedServer(uvicorn.Server):
-    """Accepts a few connections at a time, and queues many more."""
+    """A server that accepts a few connections at a time, and queues the others."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(

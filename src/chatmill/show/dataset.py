@@ -81,7 +81,7 @@ class DatasetView:
 
     @property
     def unrolled(self) -> bool:
-        """Whether conversations were unrolled into one row per answer; file and line then do not identify a row."""
+        """Whether conversations were unrolled into one row per answer; if so, a file and line can have several rows."""
         return bool(self.config.get("unroll"))
 
     @property
@@ -99,7 +99,7 @@ class DatasetView:
     def shape_of(self, file: str, source: str | None = None) -> tuple[str | None, ShapeOptions]:
         """Return the record shape of an input file, and the options of the shape.
 
-        In a folder of datasets, `source` is the dataset of the file.
+        In a folder of datasets, `source` is the name of the dataset that contains the file.
         """
         for entry in _entries(self._config_of(source), file):
             if "shape" in entry:
@@ -111,7 +111,7 @@ class DatasetView:
     def train_on(self, file: str | None, source: str | None = None) -> TrainOn | None:
         """Return the `train_on` of an input file, or None if the dataset does not record it.
 
-        In a folder of datasets, `source` is the dataset of the file.
+        In a folder of datasets, `source` is the name of the dataset that contains the file.
         """
         config = self._config_of(source)
         value = config.get("train_on")
@@ -120,7 +120,7 @@ class DatasetView:
         return value if value in get_args(TrainOn) else None
 
     def _config_of(self, source: str | None) -> Mapping[str, Any]:
-        """Return the options of the dataset of a row; in a folder of datasets, `source` is the name of this dataset."""
+        """Return the options of a dataset; in a folder of datasets, `source` is the name of the dataset."""
         if not isinstance(self.dataset, MixedDataset):
             return self.config
         metadata = next((each.dataset.metadata for each in self.dataset.mixed if each.name == source), None)

@@ -87,7 +87,7 @@ class IndexBuilder:
             building.mkdir()
             try:
                 if self._build(episodes, index, building):
-                    # Write this file last; an index that has it is complete.
+                    # Write `index.json` last, so that an index with this file is complete.
                     (building / "index.json").write_text(json.dumps({"version": VERSION, "episodes": index.count}))
                     building.rename(folder)
             finally:

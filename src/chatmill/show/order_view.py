@@ -31,7 +31,7 @@ PREVIEW = 60
 
 
 class OrderView:
-    """The order of a dataset under a load config, for any seed and epoch."""
+    """The order of a dataset with a given load config, for any seed and epoch."""
 
     def __init__(self, path: Place, config: LoadConfig, sources: Sequence[str] | None = None) -> None:
         """`sources` are the datasets of a folder, mixed as in the config or, without a mix, with equal weights."""
@@ -106,7 +106,7 @@ def audit_logs(places: Sequence[Path]) -> list[Path]:
 
 
 def timeline(log: Path) -> list[dict[str, Any]]:
-    """Return all lines of a log; `abandoned` marks lines that a resumed run abandoned."""
+    """Return all lines of a log; `abandoned` marks lines after a checkpoint from which the run was resumed."""
     lines: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}
     for number, line in enumerate(read_log(log), 1):

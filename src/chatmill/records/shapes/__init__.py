@@ -22,7 +22,7 @@ from chatmill.records.shapes.plain_text import TextTemplates
 Shape = Callable[[bytes], list[ParsedRecord]]
 DecodeLines = Callable[[bytes], list[ParsedRecord] | None]
 
-# Bytes of an invalid record to keep with the error.
+# Number of bytes of an invalid record to keep with the error.
 RAW_BYTES = 4096
 
 
@@ -104,10 +104,11 @@ NO_OPTIONS = ShapeOptions()
 def _reader(shape: str, options: ShapeOptions) -> Shape:
     columns, templates = options.column_map(), options.templates()
     if templates is not None and shape != "text":
-        raise UsageError(f"--response-template is only for records of shape text, not {shape}; remove it")
+        raise UsageError(f"--response-template is only for records of shape text, not {shape}; remove this option")
     if shape in _OTHERS or shape == "primer":
         if columns is not None:
-            raise UsageError(f"--columns cannot be used with the shape {shape}, whose names are fixed; remove it")
+            what = f"--columns cannot be used with the shape {shape}, whose names are fixed"
+            raise UsageError(f"{what}; remove this option")
         if shape in _OTHERS:
             return _OTHERS[shape]
     parse, decode_common = _OBJECTS[shape], _DECODERS.get(shape)

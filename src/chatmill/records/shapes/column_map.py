@@ -2,8 +2,8 @@
 
     messages=conversations,role=from,content=value,user=human,assistant=gpt
 
-In NAME=COLUMN, NAME is chatmill's name for the key or role, and COLUMN is the name in the file. Other keys keep their
-names. The ShareGPT roles human and gpt need no mapping.
+In NAME=COLUMN, NAME is chatmill's name for the key or role, and COLUMN is the name in the file. Keys without a mapping
+keep their names. The ShareGPT roles human and gpt need no mapping.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def parse_columns(text: str) -> ColumnMap:
         ]
         if not tables:
             known = listed([*dict.fromkeys((*RECORD_KEYS, *MESSAGE_KEYS, *ROLES))])
-            raise UsageError(f'--columns names "{one_line(ours)}", which is not read; expected {known}')
+            raise UsageError(f'--columns names "{one_line(ours)}", which is not a known name; expected {known}')
         for table in tables:
             if table.get(theirs, ours) != ours or (table is not roles and ours in table.values()):
-                raise UsageError(f'--columns gives "{one_line(theirs)}" or "{ours}" twice; expected each name once')
+                raise UsageError(f'--columns maps "{one_line(theirs)}" or "{ours}" twice; expected each name once')
             table[theirs] = ours
     return ColumnMap(record, message, SHAREGPT_ROLES | roles)

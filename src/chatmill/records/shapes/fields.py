@@ -234,7 +234,7 @@ class PlainMessages(NamedTuple):
 def messages(
     record: KeyReader, key: str, read_message: Callable[[KeyReader], Message], plain: PlainMessages
 ) -> list[Message]:
-    """Read the messages under `key`: a non-empty list, or such a list as JSON text."""
+    """Read the messages under `key`: a non-empty list, or the JSON text of a non-empty list."""
     role_key, text_key, roles = plain
     out: list[Message] = []
     for index, turn in enumerate(message_list(record, key)):
