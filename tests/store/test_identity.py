@@ -129,8 +129,11 @@ def test_an_incomplete_copy_is_not_taken_for_a_dataset_of_another_program(tmp_pa
 
 
 PARTS = {
-    "no index in the last shard": (lambda t: (t / "shard_00001/episodes.idx").unlink(), "every shard must have one"),
-    "an empty shard": (lambda t: (t / "shard_00002").mkdir(), "every shard must have one"),
+    "no index in the last shard": (
+        lambda t: (t / "shard_00001/episodes.idx").unlink(),
+        "every shard must have this file",
+    ),
+    "an empty shard": (lambda t: (t / "shard_00002").mkdir(), "every shard must have this file"),
     "a mask in one shard": (lambda t: (t / "shard_00001/mask.bin").unlink(), "mask.bin: missing, but"),
     "a partly copied file": (lambda t: (t / "shard_00001/.tokens.bin.Xy3").touch(), "is an incomplete copy"),
     "fewer episodes than counted": (

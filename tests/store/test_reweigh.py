@@ -141,7 +141,7 @@ def test_pieces_of_conversations_cannot_be_reweighed_by_last_answer(tmp_path, mo
     format = {"format": "post-training"} if fit == "blocks" else {}
     prepare_dataset(Job((InputSource(("chat.jsonl",)),), max_tokens=90, fit=fit, **format), Path("v1"))
     for train_on in ("last", "last-exchange"):
-        with pytest.raises(UsageError, match=rf"^v1: its rows are parts of .*prepare it with --train-on {train_on} "):
+        with pytest.raises(UsageError, match=rf"^v1: its rows are parts of .*dataset with --train-on {train_on} "):
             reweigh_dataset("v1", "v2", train_on=train_on)
     reweigh_dataset("v1", "v2", train_on="all")
     prepare_dataset(Job((InputSource(("chat.jsonl",)),), max_tokens=900, fit="windows"), Path("whole"))

@@ -112,7 +112,7 @@ def test_a_weight_that_only_flagged_answers_contain_is_refused(tmp_path, monkeyp
         reweigh_dataset("v1", "v2", train_on="assistant")
     assert str(refused.value) == (
         "v1: the record weight of chat.jsonl:1 is unknown, because no token of the conversation is trained by role; "
-        "prepare it with --train-on assistant instead"
+        "prepare the dataset with --train-on assistant instead"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chat.jsonl", "v1"]
 
@@ -162,7 +162,7 @@ def test_prompts_that_are_encoded_with_their_completions_are_refused(tmp_path, b
     same = "all" if before == "all" else "last"
     reweigh_dataset(source, tmp_path / "same", train_on=same)
     assert np.array_equal(stored(tmp_path / "same").spans, stored(source).spans)
-    with pytest.raises(UsageError, match=rf"encoded as one text, .*; prepare it with --train-on {after} instead$"):
+    with pytest.raises(UsageError, match=rf"encoded as one text, .* the dataset with --train-on {after} instead$"):
         reweigh_dataset(source, tmp_path / "v2", train_on=after)
     assert not (tmp_path / "v2").exists()
 

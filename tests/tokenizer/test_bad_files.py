@@ -124,7 +124,7 @@ def test_a_tokenizer_json_with_a_wrong_part_is_one_line(change, trained, tmp_pat
 def test_an_added_token_with_the_id_of_another_is_one_line(trained, tmp_path):
     wrong = [{"id": 300, "content": "<x>", "special": True}]
     path = edited(trained, tmp_path / "tokenizer.json", added_tokens=wrong)
-    what = 'added token "<x>" is listed with id 300, which differs from the model'
+    what = 'added token "<x>" is listed with id 300, which differs from its id in the model'
     assert line_of(path) == f"{what}; the file is damaged"
 
 

@@ -1,6 +1,6 @@
 """The viewer's HTTP server.
 
-The server is read-only, and accepts connections only from this machine. It requires the extra `view`.
+The server is read-only, and accepts connections only from this machine. The server requires the extra `view`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ MAX_QUERY = 1000
 FILTERS = {"role": list, "rule": list, "source": "", "least": int, "most": int, "share_from": float, "share_to": float}
 """Query parameters that filter episodes, with their types or defaults."""
 NUMBER = re.compile(r"[-+]?[0-9.]{1,18}(e[-+]?[0-9]{1,3})?", re.IGNORECASE)
-"""Matches numbers in a query. Unlike Python's `int`, it rejects very long numbers, `1_0` and non-ASCII digits."""
+"""Matches numbers in a query. Unlike Python's `int`, this pattern rejects very long numbers, `1_0` and non-ASCII
+digits.
+"""
 Endpoint = Callable[[Request], Response]
 
 

@@ -45,7 +45,7 @@ class TokenText:
         return self._pieces[id]
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Return the text of each token, decoded separately. A part of a character is shown as bytes: \\xe2."""
+        """Return the text of each token, decoded separately. Incomplete characters are shown as bytes: \\xe2."""
         return [self.token(id) for id in ids]
 
     def token(self, id: int) -> str:
@@ -54,7 +54,7 @@ class TokenText:
 
     def text(self, ids: Sequence[int], *, keep: str = "", limit: int | None = None) -> str:
         """Return the text of all tokens, decoded together."""
-        # A character has at most four tokens, so 4 * limit tokens, if not empty, contain at least `limit` characters.
+        # A character has at most four tokens, so 4 * limit nonempty tokens contain at least `limit` characters.
         ids = ids if limit is None else ids[: 4 * limit + 4]
         return visible(b"".join(map(self.piece, ids)).decode("utf-8", "backslashreplace"), keep=keep, limit=limit)
 

@@ -6,7 +6,7 @@
     deriving   reweigh_dataset (another mask from the same tokens), export_parquet
     caches     write_cache, open_cache, is_cache, verify_cache -> PrimerCache
 
-Reading needs only numpy.
+Reading a dataset requires only numpy.
 """
 
 from __future__ import annotations

@@ -32,7 +32,9 @@ TOKENS = 1 << 20
 """Number of tokens that are hashed at a time."""
 SHARES = 16
 EQUAL_COLUMNS = {"equal": "kims", "moved": "kim", "mask": "ki", "changed": "k"}
-"""For each kind of pair, the columns that must be equal: key, ids, mask, split. The most similar kind comes first."""
+"""For each kind of pair, the columns that must be equal: key, ids, mask, split. Kinds are ordered by similarity, most
+similar first.
+"""
 CAUSES = ("tokenizer", "format", "fit", "input")
 CONFIG = {
     "add_tokens": "tokenizer",
@@ -84,7 +86,8 @@ class Diff:
     identical: bool
     """Whether both datasets have the same hash and therefore the same bytes."""
     by_key: bool
-    """Whether conversations are matched by text. If not, they are matched by ids, and `changed` is empty."""
+    """Whether conversations are matched by text. Otherwise, conversations are matched by ids, and `changed` is empty.
+    """
     equal: int
     added: Difference
     removed: Difference

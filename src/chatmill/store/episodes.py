@@ -1,6 +1,6 @@
 """The episodes of a dataset split, read from memory-mapped files.
 
-Requires only numpy, so that a training image can read datasets prepared elsewhere.
+This module requires only numpy, so that a training image can read datasets prepared elsewhere.
 """
 
 from __future__ import annotations

@@ -196,8 +196,8 @@ def sync_tree(folder: Path) -> None:
 def refuse_existing(path: Path, *, overwrite: bool, reads: Iterable[Place] = ()) -> None:
     """Raise `DataError` if a file cannot be written; call this before doing any work.
 
-    Even with `overwrite`, links and devices are never replaced. The path must not be, or be inside, a path that the
-    command `reads`.
+    Even with `overwrite`, links and devices are never replaced. The path must not be one of the paths in `reads`, which
+    the command reads, or be inside one of them.
     """
     if local_path(path).is_dir():
         raise DataError(f"{path}: is a folder; expected the name of a file")

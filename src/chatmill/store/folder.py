@@ -2,8 +2,8 @@
 
 A dataset is replaced by swapping its folder for another folder. While a dataset is opened, `OpenFolder` reads all files
 through a file descriptor of the folder. Later, `StoredFiles` maps files on demand: each time, it opens the folder again
-and checks that the dataset was not replaced. For this check, it keeps the metadata mapped, because the inode number of
-a mapped file is not reused.
+and checks that the dataset was not replaced. For this check, `StoredFiles` keeps the metadata mapped, because the inode
+number of a mapped file is not reused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Stamp(NamedTuple):
 
 
 class OpenFolder:
-    """A folder that is kept open by a file descriptor. Its methods accept paths that start with its own path."""
+    """A folder that is kept open by a file descriptor. The methods accept paths that start with the folder's path."""
 
     def __init__(self, path: Path, absolute: Path | None = None) -> None:
         """`absolute` is the absolute path, in case the working directory changes."""
@@ -209,7 +209,7 @@ class StoredFiles:
         return value
 
     def _check(self, folder: OpenFolder) -> None:
-        """Raise `DataError` unless this is the folder that was opened."""
+        """Raise `DataError` if the dataset in `folder` is not the dataset that was opened."""
         there = folder.status(self._marker) is not None
         same = there and folder.stamps[self._marker] == self._stamps[self._marker]
         if there and self._held is None:

@@ -1,14 +1,15 @@
 """Datasets from other programs: tokens.bin, episodes.idx and optionally mask.bin, in shards or in train/ and val/.
 
 tokens.bin does not record the number of bytes per token, and a wrong number gives wrong ids without an error. The
-number is taken from the first of these that is available:
+number of bytes per token is taken from the first source in this list that is available:
 
 1. `token_dtype`, if the caller passes it
 2. mask.bin, which has one byte per token
 3. a type in dataset_metadata.json or, without a type, the token counts of its splits
 4. the index: tokens are uint16, as in the specification, if an episode ends in the second half of the file
 
-If none is available, the dataset is refused until `token_dtype` is set. If several are available, they must agree.
+If no source is available, the dataset is refused until `token_dtype` is set. If several sources are available, they
+must agree.
 """
 
 from __future__ import annotations
@@ -79,12 +80,13 @@ def trace_of_chatmill(folder: OpenFolder) -> Path | None:
 
 
 def _is_foreign_state(folder: OpenFolder, path: Path) -> bool:
-    """Whether another program wrote this tokenizer state; an unrecognized state counts as chatmill's."""
+    """Whether another program wrote this tokenizer state; return False for an unrecognized state."""
     try:
         state = json.loads(folder.read(path))
     except (OSError, ValueError, RecursionError):
         return False
-    # A state that lacks only one of chatmill's keys counts as chatmill's: a flipped bit damages at most one key.
+    # Accept a state that lacks only one of chatmill's keys as chatmill's, because a flipped bit damages at most one
+    # key.
     return isinstance(state, dict) and len(state.keys() & STATE_KEYS) < len(STATE_KEYS) - 1 and names_tokens(state)
 
 
@@ -264,7 +266,7 @@ def _shard_files(folder: OpenFolder, place: Path) -> _ShardFiles:
         if folder.status(path) is not None and not folder.is_file(path):
             raise DataError(f"{path}: is not a file; copy the dataset again")
     if not folder.is_file(index):
-        raise DataError(f"{index}: no such file; every shard must have one; copy the dataset again")
+        raise DataError(f"{index}: no such file; every shard must have this file; copy the dataset again")
     if (size := folder.stamps[index].size) % EPISODE.itemsize:
         raise DataError(f"{index}: is {size} bytes; expected a multiple of {EPISODE.itemsize}")
     if not folder.is_file(tokens):

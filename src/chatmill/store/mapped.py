@@ -8,8 +8,9 @@ a missing page raises the signal SIGBUS, which would kill the process without a 
         ids = array[start:stop].copy()
         check_mapped(array)
 
-A page that cannot be read raises `DataError` inside `reading()`. Elsewhere, it ends the process with a one-line message
-and exit code 1. If a file was truncated within a page, the rest of the page is read as zeros, which `check` detects.
+A page that cannot be read raises `DataError` inside `reading()`. Outside `reading()`, a page that cannot be read ends
+the process with a one-line message and exit code 1. If a file was truncated within a page, the rest of the page is read
+as zeros, which `check` detects.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ class MappedFile:
     def check(self) -> None:
         """Raise `DataError` if the file has changed since it was mapped; call this after reading the bytes.
 
-        Truncation is always detected. To limit `stat` calls, overwritten bytes may be detected late: by at most 2 ms
-        times the number of mapped files.
+        Truncation is always detected. To limit `stat` calls, overwritten bytes may be detected with a delay of at most
+        2 ms times the number of mapped files.
         """
         if not self.size:
             return

@@ -117,7 +117,7 @@ def read_metadata(folder: Path, read: Callable[[Path], bytes] = Path.read_bytes)
 def is_chatmill_metadata(raw: bytes) -> bool:
     """Return whether `write_metadata` wrote this metadata, even if it has been damaged since then.
 
-    Check the schema and two other keys, so that a dataset with one flipped bit is not taken for another program's.
+    Check the schema and two other keys, so that metadata with one flipped bit is still recognized as chatmill's.
     """
     try:
         value = json.loads(raw)

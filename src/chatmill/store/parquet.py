@@ -56,7 +56,7 @@ COLUMNS = f"""\
 - `seq_lengths`: the number of tokens of each conversation in the row."""
 PACKED_ROWS = """\
 Conversations in a packed row must not attend to each other, so a trainer has to use `position_ids` or
-`seq_lengths`. TRL ignores both columns unless `SFTConfig(padding_free=True, max_length=None)` is set."""
+`seq_lengths`. TRL ignores these two columns unless `SFTConfig(padding_free=True, max_length=None)` is set."""
 
 
 @dataclass
@@ -226,7 +226,7 @@ def _made(metadata: Metadata | None) -> Iterator[str]:
     )
     yield f"```json\n{json.dumps(metadata.config, indent=1, sort_keys=True)}\n```"
     yield "## Stored, truncated and dropped conversations"
-    yield "Each row in this table is one conversation, whether packed or not."
+    yield "In this table, a row is one conversation, even if several conversations are packed together."
     entries = [
         f"| {bucket} | {one_line(reason)} | {entry.rows:,} | {entry.tokens:,} | {entry.trained:,} |"
         for bucket, reason, entry in metadata.ledger

@@ -7,7 +7,7 @@ OUT/SOURCE/train|val/shard_00000.bin
     tokens   uint16, or uint32 if the vocabulary needs it
     mask     uint8      the label of a token is its id where the mask is 1, and -100 where it is 0
 
-All numbers are little-endian. Reading requires only numpy.
+All numbers are little-endian. Reading a cache requires only numpy.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ def _parts(
 
 
 class CachedEpisodes(Episodes):
-    """The examples of one split. The `folder` of a shard is a file here."""
+    """The examples of one split. In a cache, the `folder` of a shard is the path of a file."""
 
     def _place(self, number: int, name: str) -> tuple[Place, np.dtype[Any], int]:
         shard = self.shards[number]

@@ -1,7 +1,7 @@
 """Publish a finished build atomically: sync all files, then rename the folder once.
 
-chatmill replaces and removes only files that it wrote; the marker of a folder lists these files. If a folder contains
-any other file, the command fails before it does any work.
+chatmill replaces and removes only files that it wrote; the marker of a folder lists these files. If a folder contains a
+file that its marker does not list, the command fails before it does any work.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class _Contents:
     own: list[str]
     """Files and folders of this kind, each folder before its contents."""
     others: list[str]
-    """All other files and folders; the contents of these folders are not listed."""
+    """Files and folders that do not belong to this kind; the contents of these folders are not listed."""
 
 
 def _contents(folder: Path, is_own: Callable[[str], object], prefix: str = "") -> _Contents:
-    """List the paths below a folder; links and special files never count as files that chatmill wrote."""
+    """List the paths below a folder; links and special files are treated as files that chatmill did not write."""
     contents = _Contents([], [])
     with os.scandir(folder / prefix) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
@@ -148,7 +148,7 @@ def _check_replaceable(folder: Path, target: Path, kind: FolderKind) -> None:
     if others := _contents(folder, is_own).others:
         raise DataError(
             f"{target}: is not replaced, because {kind.marker} does not list {names_of(others)}; "
-            "move it elsewhere or use another name"
+            "move unlisted files elsewhere or use another name"
         )
 
 
@@ -308,8 +308,8 @@ def building(
     """Yield a locked folder next to `target` to build in; publish it when the `with` block ends, or remove it on
     failure.
 
-    `source` is the dataset that the block reads, which must not overlap with `target`. `reads` are the other files that
-    the block reads.
+    `source` is the dataset that is read inside the `with` block; it must not overlap with `target`. `reads` lists other
+    files that are read inside the `with` block.
     """
     here, there = files.real(target), files.real(target if source is None or isinstance(source, Url) else source)
     if here != there and (here in there.parents or there in here.parents):

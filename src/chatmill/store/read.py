@@ -1,7 +1,7 @@
 """Open datasets, and read their metadata and the episodes of their splits.
 
-The time needed to open a dataset depends on the number of shards, not on the number of episodes. Requires only numpy,
-so that a training image can read datasets prepared elsewhere.
+The time needed to open a dataset depends on the number of shards, not on the number of episodes. This module requires
+only numpy, so that a training image can read datasets prepared elsewhere.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def open_dataset(path: str | Place, *, token_dtype: str | None = None) -> Datase
     [266, 85]
 
     Datasets that other programs wrote can also be opened, but have no spans or origins. Set `token_dtype` to uint16 or
-    uint32 if their token type cannot be inferred. If the dataset is replaced during this call, the result is the old or
-    the new dataset, never a mixture.
+    uint32 if the token type of such a dataset cannot be inferred. If the dataset is replaced during this call, the
+    result is the old or the new dataset, never a mixture.
 
     Files of a dataset at a URL are downloaded when they are read, and missing files are detected only then.
     """
@@ -227,7 +227,7 @@ class Dataset:
             control, ids = state.get("control"), state.get("special_token_ids")
             both = isinstance(control, dict) and isinstance(ids, dict)
             if control and ids and both and all(type(ids.get(key)) is int for key in control):
-                # The file is sorted by key, but added tokens got their ids in the order of the format.
+                # `tokenizer_state.json` is sorted by key, but added tokens got their ids in the order of the format.
                 state["control"] = {key: control[key] for key in sorted(control, key=ids.__getitem__)}
         return state
 

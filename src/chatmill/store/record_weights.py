@@ -25,12 +25,14 @@ Chunk = tuple[Table, Index, Table]
 
 @dataclass(frozen=True)
 class RecordWeights:
-    """The record weights of the conversations in which `train_on` adds the first tokens that are trained by role."""
+    """The record weights of conversations that have no tokens trained by role, but get some with the new mask
+    `train_on`.
+    """
 
     keys: Keys
     """The origins of the conversations as bytes, sorted."""
     weights: Weights
-    """The weights of their records, or NaN where no part of the conversation contains it."""
+    """The record weight of each conversation, or NaN if no part of the conversation contains the weight."""
 
     @property
     def unknown(self) -> Table:
@@ -38,7 +40,9 @@ class RecordWeights:
         return np.frombuffer(self.keys[np.isnan(self.weights)].tobytes(), dtype=ORIGIN)
 
     def of(self, spans: Table, first_span: Index, origins: Table) -> Weights:
-        """Return the record weight of each conversation of a chunk; 1 for those that stay context."""
+        """Return the record weight of each conversation in a chunk; the weight is 1 for conversations without tokens
+        that are trained by role.
+        """
         weights = weights_by_role(spans, first_span)
         missing = np.flatnonzero(weights == 0)
         at, matches = _find(self.keys, _keys(origins[missing]))
@@ -62,7 +66,7 @@ def find_record_weights(chunks: Callable[[], Iterator[Chunk]], train_on: TrainOn
 
 
 def _is_missing(spans: Table, first_span: Index, train_on: TrainOn) -> NDArray[np.bool_]:
-    """Return which conversations get tokens that are trained by role, but have none so far."""
+    """Return which conversations have no tokens trained by role, but get some with the new mask `train_on`."""
     gains = select(spans, first_span, train_on) & (spans["rule"] == Rule.ROLE)
     gained = np.diff(offsets(gains)[first_span])
     missing: NDArray[np.bool_] = (gained > 0) & (weights_by_role(spans, first_span) == 0)
@@ -70,7 +74,7 @@ def _is_missing(spans: Table, first_span: Index, train_on: TrainOn) -> NDArray[n
 
 
 def _keys(origins: Table) -> Keys:
-    """Return file, line and hash of each conversation as bytes, which can be sorted and compared."""
+    """Return the file, line and hash of each conversation as bytes, which can be sorted and compared."""
     table = np.empty(len(origins), dtype=ORIGIN)
     for name in ORIGIN.names or ():
         table[name] = origins[name]

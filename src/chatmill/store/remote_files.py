@@ -29,7 +29,7 @@ T = TypeVar("T")
 OBJECTS = "objects"
 """The folder of the objects that are named by hash."""
 STAGING = "staging"
-"""The folder of the staged objects of distributed builds: staging/BUILD/…"""
+"""The folder for objects that distributed builds stage: staging/BUILD/…"""
 ATTEMPTS = 10
 """Maximum number of attempts to read an object that is replaced, or a cached file that is evicted."""
 

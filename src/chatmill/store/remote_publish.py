@@ -1,8 +1,8 @@
 """Publish a finished build to an object store, where objects cannot be renamed.
 
 Every file is uploaded under its hash. The metadata is uploaded last, and only if the URL has no metadata or the same
-metadata as when the build started. Until then, readers see the old dataset, or no dataset. Publishing removes no
-objects, so that readers of the old dataset can continue; see `clean`.
+metadata as when the build started. Before this upload, readers see the old dataset, or no dataset. Publishing removes
+no objects, so that readers of the old dataset can continue; see `clean`.
 """
 
 from __future__ import annotations

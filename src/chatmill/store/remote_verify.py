@@ -40,7 +40,7 @@ class Downloads:
         self._files, self._folder = files, folder
 
     def replace(self, paths: Iterable[Place]) -> Iterator[str]:
-        """Download these files in place of the previous ones; yield a fault for each file with the wrong hash."""
+        """Download files and remove the files downloaded earlier; yield a fault for each file with the wrong hash."""
         for old in self._folder.iterdir():
             old.unlink()
         for path in paths:

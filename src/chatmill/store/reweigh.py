@@ -1,7 +1,7 @@
 """Derive a dataset with a different loss mask: write new spans and masks, and share all other files with the original.
 
-Tokens are not read. Weights set by a flag, a range, a header or truncation are kept, and so are the weights of records;
-see `rows.weigh` and `record_weights`.
+The tokens are not read. Weights set by a flag, a range, a header or truncation are kept, and so are the weights of
+records; see `rows.weigh` and `record_weights`.
 """
 
 from __future__ import annotations
@@ -68,19 +68,19 @@ def reweigh_dataset(
     parent = dataset.metadata
     if parent is None:
         raise DataError(
-            f"{source}: has no {SPANS} with the roles of messages; prepare it from its conversations instead"
+            f"{source}: has no {SPANS} with the roles of messages; prepare the dataset from its conversations instead"
         )
     if parent.config.get("unroll"):
         raise UsageError(
             f"{source}: was prepared with --unroll, so the loss mask of each row includes only one answer; "
-            f"prepare it with --train-on {train_on} instead"
+            f"prepare the dataset with --train-on {train_on} instead"
         )
     if train_on in ("last", "last-exchange") and (
         parent.config.get("fit") == "blocks" or parent.ledger.total("repeated").rows
     ):
         raise UsageError(
             f"{source}: its rows are parts of conversations, so the last answer is unknown; "
-            f"prepare it with --train-on {train_on} instead"
+            f"prepare the dataset with --train-on {train_on} instead"
         )
     with _building(place(target), dataset, overwrite=overwrite) as staging:
         work = _Reweigher(dataset, train_on)
@@ -140,7 +140,8 @@ class _Reweigher:
             more = f" (and of {len(unknown) - 1:,} more)" if len(unknown) > 1 else ""
             raise UsageError(
                 f"{self._dataset.path}: the record weight of {one_line(record, None)}{more} is unknown, because no "
-                f"token of the conversation is trained by role; prepare it with --train-on {self._train_on} instead"
+                f"token of the conversation is trained by role; prepare the dataset with --train-on {self._train_on} "
+                "instead"
             )
 
     def _shard(self, episodes: Episodes, number: int, folder: Path, info: ShardInfo) -> ShardInfo:
@@ -155,7 +156,7 @@ class _Reweigher:
                 if self._changes_prompts and _has_joined_prompt(table):
                     raise UsageError(
                         f"{self._dataset.path}: prompts and completions are encoded as one text, so their masks cannot "
-                        f"be changed; prepare it with --train-on {self._train_on} instead"
+                        f"be changed; prepare the dataset with --train-on {self._train_on} instead"
                     )
                 weights = None if self._weights is None else self._weights.of(table, first_span, origins)
                 weigh(table, first_span, self._train_on, weights)
@@ -221,7 +222,7 @@ def _span_chunks(episodes: Episodes, number: int) -> Iterator[Chunk]:
 
 
 def _changes_prompts(metadata: Metadata | None, train_on: TrainOn) -> bool:
-    """Whether the mask of prompts in texts without turns changes. Only `all` includes prompts."""
+    """Whether the mask of prompts in texts without turns changes. Only the mask `all` includes prompts."""
     if metadata is None or metadata.format.get("name") != "text":
         return False
     config = metadata.config
@@ -233,8 +234,8 @@ def _changes_prompts(metadata: Metadata | None, train_on: TrainOn) -> bool:
 
 
 def _has_joined_prompt(table: Table) -> bool:
-    """Whether prompts have the role of their completions, because the tokenizer encodes both as one text. A range then
-    sets the weight of the prompt.
+    """Whether prompts have the role of their completions, because the tokenizer encodes both as one text. In that case,
+    a range sets the weight of the prompt.
     """
     is_range = (table["rule"] == Rule.RANGE) & (table["message"] == 1)
     return bool(np.any(is_range) and not np.any(table["role"] == Role.USER))

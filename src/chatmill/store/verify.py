@@ -38,7 +38,7 @@ class SplitCounts:
     trained: int
     shards: int
     uncovered: int = 0
-    """Number of tokens in no episode (only in datasets from other programs)."""
+    """Number of tokens that belong to no episode (only in datasets from other programs)."""
     shared: int = 0
     """Number of tokens in more than one episode (only in datasets from other programs)."""
 
@@ -167,7 +167,7 @@ def ledger_faults(folder: Place, ledger: Ledger, stored: dict[str, int]) -> Iter
 
 
 def _check_foreign(episodes: Episodes, number: int) -> tuple[int, int, int]:
-    """Check another program's shard; count trained tokens, tokens in no episode, and tokens in several episodes.
+    """Check another program's shard; count trained tokens, and tokens that belong to no episode or to several episodes.
 
     Episodes may overlap, be in any order and leave gaps, because each episode has its own index entry.
     """

@@ -24,7 +24,7 @@ from chatmill.store.metadata import ShardInfo, SplitInfo
 CHUNK_TOKENS = 1 << 18
 """Number of tokens converted to bytes at a time, so that copies stay in the CPU cache."""
 QUEUED = 24
-"""Maximum number of queued chunks, to keep the other thread busy."""
+"""Maximum number of chunks in the queue of the writing thread."""
 
 
 class SplitWriter:

@@ -30,7 +30,8 @@ The cache keeps the original objects alive, so that no other object gets the sam
 def text_tokenizer(tokenizer: Any, *families: Mapping[str, str]) -> TextTokenizer:
     """Return a tokenizer from any library as an object with `encode` and `special_token_ids`.
 
-    Each of `families` maps keys to control tokens. The first family whose tokens are all in the vocabulary is used.
+    Each mapping in `families` maps keys to control tokens. The first family whose tokens are all in the vocabulary is
+    used.
     """
     if _has(tokenizer, "encode", "special_token_ids"):
         of_chatmill: TextTokenizer = tokenizer
@@ -64,7 +65,7 @@ def _family(name: str, families: tuple[Mapping[str, str], ...], known: Mapping[s
 
 def _opened_engine(name: str, engine: Any, control: dict[str, str]) -> Tokenizer:
     """Open the vocabulary of a `tokenizers.Tokenizer`. The result is cached until the tokenizer changes."""
-    # The import is slow.
+    # Import the module here, because the import is slow.
     from chatmill.tokenizer.tokenizer_json import TokenizerJson
 
     parts = (repr(engine.normalizer), repr(engine.pre_tokenizer))

@@ -104,8 +104,8 @@ def aliases(control: Mapping[str, int]) -> dict[str, str]:
     """Return, for each control token, a name that no text can contain.
 
     A control token is renamed instead of removed, because removing it would change the ids of later tokens. Every
-    process generates a new random secret for the names, so no message can contain a name. Ids do not depend on the
-    secret, and no name is a prefix of another name.
+    process generates a new random secret for the names, so no message can contain a name. Token ids do not depend on
+    this random secret, and no name is a prefix of another name.
     """
     secret = secrets.token_hex(16)
     return {token: f"\U0010ffff{secret}:{id}\U0010ffff" for token, id in control.items()}

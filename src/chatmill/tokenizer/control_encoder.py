@@ -1,12 +1,12 @@
 """Encode texts with control tokens to the same ids that Hugging Face `tokenizers` returns for the whole text.
 
-Text tokens are control tokens that may also come from text, such as `<think>`. They are added tokens, but not special
-tokens.
+Text tokens are control tokens that may also come from text, such as `<think>`. Text tokens are added tokens, but not
+special tokens.
 
 A text can be encoded by sections: the fast engine encodes each text between two control tokens. A text can also be
 encoded as a whole: `tokenizers` encodes the complete text, with aliases in place of control tokens. Texts are encoded
-by sections if both methods give the same ids for the probe texts. Encoding as a whole is always exact and gives the
-offset of each token, but is slower.
+by sections if this gives the same ids for the probe texts as encoding them as a whole. Encoding a text as a whole is
+always exact and gives the offset of each token, but is slower.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _EXPECTED = "expected a tokenizer.json file in the Hugging Face format"
 
 
 MAX_COMPARED = 2**9
-"""Maximum length of a token that is compared with other tokens. The cost of a comparison is quadratic in the length."""
+"""Maximum length of a token that is compared with other tokens. The time of a comparison is quadratic in the length of
+the tokens.
+"""
 UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 """The normalizers that leave ASCII text unchanged."""
 
@@ -67,7 +69,7 @@ def unmarked_tokens(raw: bytes) -> frozenset[str]:
 
 
 def any_overlap(tokens: Collection[str], others: Iterable[str]) -> bool:
-    """Whether one of `tokens` can overlap, in a text, another one of `tokens` or one of `others`.
+    """Whether a token in `tokens` can overlap with another token, in `tokens` or in `others`, in some text.
 
     Two tokens overlap if one is part of the other, or if one starts with the end of the other. Which of two overlapping
     tokens matches depends on the surrounding text, so splitting a text at a single token would not be exact.

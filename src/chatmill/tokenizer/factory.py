@@ -153,7 +153,7 @@ def _declared(config: Path) -> tuple[dict[str, int], dict[str, int]]:
 def _added_tokens(backend: Backend, declared: Mapping[str, int], place: str) -> dict[str, int]:
     """Return the declared tokens with ids above the backend's vocabulary.
 
-    Raise if the vocabulary has another token at the id of a declared token.
+    Raise `DataError` if the vocabulary has another token at the id of a declared token.
     """
     added = {}
     for token, id in declared.items():

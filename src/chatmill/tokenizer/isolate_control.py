@@ -83,7 +83,7 @@ def isolate_control(
 
 
 def _unknown(content: Json, vocab: Mapping[str, int]) -> str | None:
-    """Return the model's unknown token. It is not a control token, because text can produce it."""
+    """Return the model's unknown token. The unknown token is not a control token, because text can produce it."""
     model = content["model"]
     if model.get("unk_id") is not None:
         return str(model["vocab"][model["unk_id"]][0])
@@ -99,12 +99,14 @@ def _check_ids(place: str, taken: Mapping[str, int], vocab: Mapping[str, int]) -
     for token, id in taken.items():
         owner = owners.setdefault(id, token)
         if owner != token or vocab.get(token, id) != id:
-            what = f'added token "{one_line(token)}" is listed with id {id}, which differs from the model'
+            what = f'added token "{one_line(token)}" is listed with id {id}, which differs from its id in the model'
             raise DataError(f"{place}: {what}; the file is damaged")
 
 
 def _check_merges(place: str, model: Json) -> None:
-    """Raise if the second half of a merge lacks the continuing_subword_prefix, because the Rust library would abort."""
+    """Raise `DataError` if the second half of a merge lacks the continuing_subword_prefix, because the Rust library
+    would abort.
+    """
     if not (prefix := model.get("continuing_subword_prefix")):
         return
     for _, right in pairs(model.get("merges") or []):

@@ -2,7 +2,7 @@
 
 A pattern is recognized by its exact regular expressions in the `pre_tokenizer` of a tokenizer.json, not by the name of
 a model. The engine does not run regular expressions, but has code for each pattern and a table with the class of every
-character. The table is computed with `tokenizers`.
+character. The table of character classes is computed with `tokenizers`.
 """
 
 from __future__ import annotations
@@ -150,6 +150,6 @@ def _in_doubt(text: str) -> set[str]:
     joined = {part for whole in parts for part in whole[1:]}
     jamo = map(chr, [*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)])
     changed = {one for one in text if unicodedata.combining(one) or not unicodedata.is_normalized("NFC", one)}
-    # Characters that are too new for this version of Python may also change.
+    # NFC may also change characters that this version of Python does not know yet.
     unknown = {one for one in text if unicodedata.category(one) == "Cn"}
     return (joined | changed | unknown | {*jamo}) & {*text}

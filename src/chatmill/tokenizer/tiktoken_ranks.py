@@ -60,8 +60,8 @@ class Tiktoken:
 def load_ranks(place: str, raw: bytes, *, special: Mapping[str, int]) -> Tiktoken:
     """Load a rank file.
 
-    Published files are recognized by their hash. For all other files, the split pattern of cl100k is assumed, with a
-    warning. `special` contains the control tokens that the folder of the file declares.
+    Published rank files are recognized by their hash. For an unknown rank file, the split pattern of cl100k is assumed,
+    with a warning. `special` contains the control tokens that the folder of the file declares.
     """
     right = "expected a token in base64, a space and a number"
     ranks = {}
@@ -108,7 +108,7 @@ def load_tekken(place: str, raw: bytes, content: dict[str, Any]) -> Tiktoken:
 
 
 def _check(place: str, ranks: Mapping[bytes, int], special: Mapping[str, int]) -> None:
-    """Raise for errors that would make tiktoken panic while loading or encoding."""
+    """Raise `DataError` for problems that would make tiktoken panic while loading or encoding."""
     missing = sum(bytes([byte]) not in ranks for byte in range(256))
     if missing:
         raise DataError(f"{place}: the rank is missing for {missing} of the 256 single bytes; the file is incomplete")

@@ -54,7 +54,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         """Return the concatenated ids of all texts, and len(texts)+1 offsets into the ids.
 
-        The arrays may be read-only.
+        The returned arrays may be read-only.
         """
         try:
             with faults_of(self.name, "a text could not be encoded", "remove the text"):

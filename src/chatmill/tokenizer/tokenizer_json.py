@@ -28,7 +28,7 @@ LEFT_BY_FASTOKENS = "\u017f\u1e9b\u180e\u212a"
 """Characters at which fastokens may split words differently. `tokenizers` encodes texts that contain these characters.
 
 The long s (U+017F, also in U+1E9B) matches s if a pattern ignores case, and the Kelvin sign (U+212A) matches k. U+180E
-is a space in older versions of Unicode. All of these characters are very rare.
+is a space in older versions of Unicode. All characters in this string are very rare.
 """
 
 
@@ -119,7 +119,9 @@ class TokenizerJson:
             return None
 
     def _fallback(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """Encode the texts that the C engine skips. Load fastokens only after a million skipped characters."""
+        """Encode the texts that the C engine skips. Load fastokens only after the C engine has skipped a million
+        characters.
+        """
         self._fallback_characters += sum(map(len, texts))
         return self._not_native(texts) if self._fallback_characters > 2**20 else self._slow_batch(texts)
 
@@ -131,7 +133,7 @@ class TokenizerJson:
 
     @cached_property
     def _not_native(self) -> Encode:
-        """`fastokens` if it agrees with `tokenizers` on the probe, otherwise `tokenizers`, with a warning."""
+        """Return `fastokens` if it agrees with `tokenizers` on the probe, otherwise `tokenizers`, with a warning."""
         place, instead = self._place, "using tokenizers instead, which is slower but gives the same ids"
         try:
             with faults_of(place, "fastokens cannot load the file", instead):

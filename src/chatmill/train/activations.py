@@ -31,7 +31,9 @@ from chatmill.train.quiet import quiet_logs
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_grouped_mm")
 """Operators whose results a compiled layer keeps."""
 ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable")
-"""Attention operators, whose results a compiled layer keeps. On a GPU, the layer also keeps their inputs."""
+"""Attention operators, whose results a compiled layer keeps. On a GPU, the layer also keeps the inputs of these
+operators.
+"""
 OUTSIDE = -1
 """Layer index of tensors that no layer creates."""
 COUNTED = "chatmill_counted"
@@ -59,7 +61,7 @@ class ActivationBytes:
 
     layers: tuple[LayerBytes, ...]
     outside: int
-    """Bytes kept outside the layers or shared by several layers: masks, rotary angles, the final norm."""
+    """Bytes kept outside the layers or shared by several layers, such as masks, rotary angles and the final norm."""
 
 
 def count_activations(model: CausalModel, rows: int, length: int, *, on_gpu: bool) -> ActivationBytes:
@@ -243,8 +245,8 @@ class _Recorder(TorchDispatchMode):
     def _cut(self, needed: set[int], stored: set[int]) -> int:
         """Return the minimum number of bytes to keep so that all needed tensors can be recomputed.
 
-        Like torch.compile, find a minimum cut. Each tensor is an edge whose capacity is the size of the tensor in
-        bytes. Cutting an edge means keeping its tensor.
+        Like torch.compile, find a minimum cut. In the graph, each tensor is an edge, and the capacity of the edge is
+        the size of the tensor in bytes. Cutting an edge means keeping its tensor.
         """
         import networkx  # type: ignore[import-untyped]
 

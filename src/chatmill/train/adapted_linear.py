@@ -1,7 +1,8 @@
 """Linear layers that add the output of their LoRA adapter in place, in the forward and the backward pass.
 
-In peft, the outputs of the frozen layer and of its adapter are two tensors, which are then added. The two gradients of
-the input are added in the same way. In wide feed-forward layers, these extra tensors determine the peak memory use.
+In peft, the outputs of the frozen layer and of its adapter are two tensors, which are then added. In the backward pass,
+peft also adds two gradients of the input. In wide feed-forward layers, the additional tensors determine the peak memory
+use.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """Computes x Wᵀ + s · (x Aᵀ) Bᵀ and the gradients of x, A and B. W is frozen, plain or 4-bit."""
+    """Computes x Wᵀ + s · (x Aᵀ) Bᵀ and the gradients of x, A and B. W is frozen and may be a 4-bit weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, weight: Tensor, *packed: Any) -> Tensor:
@@ -105,8 +106,8 @@ def _unpacked(*packed: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
     return unpack(*packed, shape=shape, dtype=dtype)
 
 
-# torch.compile does not trace custom operators. If it traced these functions, it would compute the two products as
-# separate tensors.
+# torch.compile does not trace custom operators. Without custom operators, torch.compile would compute the two products
+# as separate tensors.
 @torch.library.custom_op("chatmill::sum_of_products", mutates_args=())
 def sum_of_products(x: Tensor, weight: Tensor, low_rank: Tensor, factor: Tensor) -> Tensor:
     """Compute x · weight + low_rank · factor without a second tensor of the result's size."""

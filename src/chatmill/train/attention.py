@@ -65,7 +65,8 @@ def block_mask(start: Tensor) -> BlockMask:
 
     A query attends to the keys from the start of its segment up to itself. Segment starts never decrease along a row,
     so a block of queries needs one contiguous range of key blocks. In this range, the diagonal block and the key blocks
-    that start before the last query's segment need masking. In all other key blocks, every query attends to every key.
+    that start before the last query's segment need masking. In the other key blocks of the range, every query attends
+    to every key.
 
                  first   whole     own
         blocks     | mask  | full   | mask

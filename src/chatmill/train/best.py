@@ -2,8 +2,9 @@
 
     checkpoints/NAME/best -> step_00000400
 
-The link `best` always points to a complete checkpoint. It is replaced after the new checkpoint is published and before
-the old one is removed. Every checkpoint stores the state of `BestEval`, so a resumed run stops early at the same step.
+The link `best` always points to a complete checkpoint. The link is replaced after the new checkpoint is published and
+before the old checkpoint is removed. Every checkpoint stores the state of `BestEval`, so a resumed run stops early at
+the same step.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class BestEval:
 
     def folder(self, run: Path, *, writing: int | None = None) -> Path | None:
         """Return the checkpoint with the lowest loss, or None if it does not exist. The checkpoint of step `writing`
-        counts as existing.
+        may not exist yet.
         """
         path = run / step_name(self.step)
         return path if self.loss is not None and (self.step == writing or path.is_dir()) else None

@@ -171,8 +171,9 @@ def save(
     for the model folder; if `about` is None, no model folder is written. `save_dtype` is the dtype of the weights in
     the model folder.
 
-    `best` is the new target of the link `best`: this checkpoint or an older one. The target of the link and the
-    checkpoint `protected` are not removed. Checkpoints with files that chatmill did not write are not removed either.
+    `best` is the new target of the link `best`: this checkpoint or an older one. The checkpoint that the link `best`
+    points to and the checkpoint `protected` are not removed. Checkpoints with files that chatmill did not write are not
+    removed either.
     """
     target = folder / step_name(state["step"])
     staging = target.with_name(f".{target.name}.saving")
@@ -260,7 +261,7 @@ def _entry(name: str, tensor: Tensor, *, sharded: bool) -> TensorEntry:
 
 
 def _model_weights(model: CausalModel, world: World, save_dtype: str) -> dict[str, Tensor]:
-    """Gather the weights for the model folder on rank 0. If some weights are frozen, gather only the others."""
+    """Gather the weights for the model folder on rank 0; if some weights are frozen, gather only trained weights."""
     adapted = not all(parameter.requires_grad for parameter in model.parameters())
     state = model.trained_state() if adapted else model.state_dict(keep_vars=True)
     gathered: dict[int, Tensor] = {}
@@ -308,7 +309,8 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
     for path in list_checkpoints(folder):
         if step_of(path) > step:
             asides = (path.with_name(f"{path.name}{LEFT}{number or ''}") for number in count())
-            # Replace a checkpoint that was renamed earlier, unless it contains files that chatmill did not write.
+            # Replace a checkpoint that an earlier resume renamed, unless the checkpoint contains files that chatmill
+            # did not write.
             aside = next(each for each in asides if not os.path.lexists(each) or not remove_folder(each, CHECKPOINT))
             files.disk.rename_new(path, aside)
             renamed.append(aside)

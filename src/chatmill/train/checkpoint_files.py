@@ -1,7 +1,8 @@
 """File names of runs and checkpoints, and the reader of checkpoint.json.
 
 checkpoint.json lists the files of a checkpoint and stores the state of the run. A checkpoint may come from an untrusted
-source. Only listed files are read, and every value is checked before use. This module does not import torch.
+source. Only files listed in checkpoint.json are read, and every value is checked before use. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def _copied(url: Url) -> Path:
 
 
 def model_folder(path: str | Place) -> Path:
-    """Return the model folder of a checkpoint or of a run's newest checkpoint. Any other folder is returned unchanged.
+    """Return the model folder of a checkpoint or of a run's newest checkpoint. A folder that is neither a run nor a
+    checkpoint is returned unchanged.
 
     If the path is a URL, the folder is downloaded first.
     """
@@ -122,7 +124,7 @@ def read_marker(path: Path) -> tuple[dict[str, Any], dict[str, FileInfo]]:
 def unlisted(folder: Path, files: Mapping[str, FileInfo]) -> Iterator[Path]:
     """Yield unlisted files in a checkpoint folder: tensor files, and any files in the model folder.
 
-    Other unlisted files, such as notes, are ignored and never read.
+    All other files that checkpoint.json does not list, such as notes, are ignored and never read.
     """
     inside = [path for path in folder.iterdir() if path.name.startswith("state-") or path.suffix == ".safetensors"]
     model = folder / MODEL

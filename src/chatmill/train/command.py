@@ -253,7 +253,7 @@ def _shown(project: Mapping[str, Any], stated: Mapping[str, Any]) -> list[str]:
 
 
 def val_lines(result: TrainResult) -> list[str]:
-    """Return one line with the val losses of all sources in a mix. Without a mix, return no line."""
+    """Return one line with the val losses of all sources in a mix. Return an empty list without a mix."""
     shown = []
     for name, each in result.val_sources.items():
         loss = None if each is None else each["loss"]

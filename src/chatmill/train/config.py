@@ -35,7 +35,7 @@ from chatmill.train.run_config import OptimizerConfig, RunConfig
 WARMUP = 0.03
 """Default warmup, as a fraction of the run."""
 FIRST_FLAG = "use_loss_mask"
-"""The first flag in the help, because a run without it also trains on user messages."""
+"""The first flag in the help, because a run without this flag also trains on user messages."""
 EXCLUSIVE = (("max_iters", "epochs"), ("warmup_iters", "warmup_pct"))
 """Pairs of mutually exclusive keys; a later layer that sets one key removes the other."""
 POST_TRAINING = {"use_loss_mask": True, "epoch_drop_last": False}
@@ -402,8 +402,8 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merge layers of settings; later layers take precedence.
 
     A layer that sets max_iters removes epochs, and vice versa. The keys warmup_iters and warmup_pct also replace each
-    other. A layer that sets tokens_per_step divides batch_size by gradient_accumulation_steps and removes that key, so
-    micro-batches keep their number of rows. A layer that turns post_training on also sets the keys in POST_TRAINING,
+    other. If a layer sets tokens_per_step, batch_size is divided by gradient_accumulation_steps, which is then removed,
+    so micro-batches keep their number of rows. A layer that turns post_training on also sets the keys in POST_TRAINING,
     except those that the layer sets itself.
     """
     values: dict[str, Any] = {}
@@ -435,5 +435,5 @@ def size_keys() -> Sequence[str]:
 
 
 def model_keys() -> Sequence[str]:
-    """Return the keys that define the model. A resumed run must not change them."""
+    """Return the keys that define the model. A resumed run must not change these keys."""
     return [*size_keys(), "lora", "quantize"]

@@ -5,7 +5,7 @@
     workspace                        the logits of a chunk and their gradients, or the backward pass of one layer
 
 Memory can peak in the loss, in the backward pass of the last or the first layer, in the gradient of the embedding, or
-in the optimizer step. The estimate is the largest of these peaks.
+in the optimizer step. The estimate is the largest of all these possible peaks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ CUDA_CONTEXT = 0.6 * GIB
 NCCL = 0.4 * GIB
 """GPU memory that NCCL uses for communication between ranks, in bytes."""
 ENTROPY_COPIES = 5
-"""Number of float32 copies that the loss makes of a chunk of logits on a CPU. The GPU kernel works in place."""
+"""Number of float32 copies that the loss makes of a chunk of logits on a CPU. The GPU kernel computes the loss in
+place, without copies.
+"""
 KEPT_BY_FLOAT8 = 0.8
 """Activations that a compiled layer keeps with float8, divided by those without float8. Fitted to the run 1.7b-own-fp8
 in benchmarks/results/gpu.json. With float8, torch recomputes more activations.
@@ -120,7 +122,9 @@ class _Counted:
 
     weights: tuple[WeightShape, ...]
     state: dict[str, tuple[int, int]]
-    """Bytes of optimizer state for each trained weight, in tensors and in scalars. Only the tensors are sharded."""
+    """Bytes of optimizer state for each trained weight, in tensors and in scalars. FSDP shards the tensors but not the
+    scalars.
+    """
     layers: tuple[_Layer, ...]
     """Byte counts of each layer for one row."""
     outside: float
@@ -195,10 +199,10 @@ def _count(
 def _kept_by_layers(
     shape: ModelShape, length: int, size: int, *, on_gpu: bool, compiled: bool, recompute: bool
 ) -> tuple[tuple[_Layer, ...], float, str | None]:
-    """Return the bytes that each layer keeps for one row, and the bytes kept outside layers. If these numbers are
+    """Return the bytes that each layer keeps for one row, and the bytes kept outside layers. If the byte counts are
     approximate, also return the reason.
 
-    `recompute` is the argument of `CausalModel.compile_blocks`.
+    `recompute` has the same meaning as in `CausalModel.compile_blocks`.
     """
     from chatmill.train.activations import count_activations
 
@@ -405,7 +409,7 @@ def _optimizer_workspace(config: TrainConfig, trained: Sequence[WeightShape], *,
 
 
 def _gathered(weights: Sequence[WeightShape], size: int | None) -> float:
-    """Return the bytes that FSDP needs for gathered weights and unreduced gradients. It gathers all weights outside
+    """Return the bytes that FSDP needs for gathered weights and unreduced gradients. FSDP gathers all weights outside
     layers, and two layers in compute precision.
     """
     layers: dict[int, float] = {}

@@ -156,8 +156,8 @@ class Samples:
         return [ScoredAnswer(prompt, ids, "") for prompt, ids in zip(self._prompts, answers, strict=True)]
 
     def rates(self, answers: Sequence[ScoredAnswer]) -> Mapping[str, float]:
-        """Return the fraction of exact answers and the fraction of answers that end with an end token. Without answers,
-        return an empty mapping.
+        """Return the fraction of exact answers and the fraction of answers that end with an end token. Return an empty
+        mapping if there are no answers.
         """
         if not answers:
             return {}

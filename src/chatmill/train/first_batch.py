@@ -56,7 +56,8 @@ def trained_spans(batch: Batch) -> list[TrainedSpan]:
     """
     trained, segments = (np.asarray(part) for part in (batch.loss_mask, batch.segments))
     rows, length = trained.shape
-    # Set the segment id to -1 at untrained positions and around each row. Trained spans are then runs of equal ids.
+    # Set the segment id to -1 at untrained positions and around each row. As a result, each trained span is a run of
+    # equal ids.
     number = np.full((rows, length + 2), -1, dtype=np.int64)
     number[:, 1:-1] = np.where(trained, segments, -1)
     changes = number[:, 1:] != number[:, :-1]

@@ -331,8 +331,8 @@ def check_run_memory(config: TrainConfig, vocab_size: int, world: World) -> None
 
 
 def _upper_bound(config: TrainConfig, vocab_size: int, ranks: int, *, on_gpu: bool) -> float:
-    """Compute an upper bound on a run's memory in bytes from weight shapes alone. This is quick, and most runs need no
-    other estimate.
+    """Compute an upper bound on a run's memory in bytes from weight shapes alone. This estimate is quick to compute and
+    is sufficient for most runs.
     """
     rows = config.batch_size // ranks // config.gradient_accumulation_steps
     if config.init_from_model is None:

@@ -1,8 +1,8 @@
 """float8 matrix products in linear layers, using torchao, for GPUs that support them.
 
 Each matrix product scales its operands by their largest absolute value and rounds them to float8, in the forward and
-the backward pass. The result has the dtype of the hidden states. The stored weights, the parameter names and the output
-head do not change.
+the backward pass. The output of a layer has the dtype of the hidden states. The stored weights, the parameter names and
+the output head do not change.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def check_float8(device: torch.device, *, block_size: int) -> None:
 def use_float8(model: CausalModel, *, emulate: bool = False) -> None:
     """Replace the linear layers of all blocks with float8 layers that have the same weights.
 
-    With `emulate`, values are rounded to float8 but multiplied in the precision of the input. This works on any device.
+    With `emulate`, values are rounded to float8 but multiplied in the precision of the input. Emulation works on any
+    device.
     """
     float8 = _torchao()
     blocks = model.blocks()

@@ -1,7 +1,7 @@
 """Generate answers: greedy decoding, sampling, and beam search.
 
 The random draw for a token depends only on the seed, the step, the row and the token's position in the answer. Any
-single answer can therefore be reproduced without the rest of its batch.
+answer can therefore be reproduced without the other answers of its batch.
 """
 
 from __future__ import annotations

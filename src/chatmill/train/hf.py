@@ -56,8 +56,8 @@ class HFModel(CausalModel):
         compute: torch.dtype | None = None,
         separates: bool | None = None,
     ) -> None:
-        """`separates` tells whether the architecture separates packed conversations. If it is None, the model is
-        tested.
+        """`separates` tells whether the architecture separates packed conversations. If `separates` is None, the model
+        is tested.
         """
         super().__init__()
         self.lm = lm
@@ -250,7 +250,7 @@ class HFModel(CausalModel):
         if self.lm.config._attn_implementation not in (name, "eager"):
             self.lm.set_attn_implementation(name)
 
-    # Tests of the architecture, computed in float32.
+    # Checks of the model architecture, which run in float32.
 
     def _check_kind_of_head(self) -> None:
         layer = self.lm.get_output_embeddings()

@@ -100,8 +100,8 @@ def _check_can_quantize(files: ModelFiles) -> None:
 
 
 def check_shapes(files: ModelFiles, config: Any, weights: WeightPrecision, *, share: int = 1) -> WeightDtypes:
-    """Return the dtypes in which to load a model. Raise `DataError` if its weights do not match its config or do not
-    fit into memory.
+    """Return the dtypes in which to load a model. Raise `DataError` if the weights do not match the model config or do
+    not fit into memory.
 
     For nf4 weights, return the dtypes before quantization. The memory check assumes that the weights are divided
     equally among `share` ranks.
@@ -116,8 +116,8 @@ def check_shapes(files: ModelFiles, config: Any, weights: WeightPrecision, *, sh
     except (NotImplementedError, RuntimeError) as error:
         if "meta tensor" not in str(error):
             raise
-        # A few constructors compute with tensor values, which the meta device does not support. For these, use the
-        # sizes in the files.
+        # A few constructors compute with tensor values, which the meta device does not support. For these
+        # architectures, use the tensor sizes in the files.
         dtypes = weight_dtypes(files, {}, kept)
         sizes = {name: tensor.size for name, tensor in files.tensors.items()}
     else:
@@ -170,8 +170,7 @@ def faults_of(folder: Path, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        # In torch errors, the first line may be a heading that ends with a colon. In that case, include the second
-        # line.
+        # If the first line of an error is a heading that ends with a colon, as in torch, include the second line.
         reason = one_line(" ".join(each.strip() for each in lines[: 1 + lines[0].endswith(":")]), 300)
         raise DataError(f"{folder}: {what} ({reason})") from None
 

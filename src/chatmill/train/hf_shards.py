@@ -1,8 +1,8 @@
 """Build Hugging Face models with parameters on the meta device, and find their tensors in the weight files.
 
 transformers renames tensors while it loads a model, and fuses some of them, such as the weights of experts. This module
-applies transformers' conversion rules to one tensor at a time. It raises `NotShardableError` for models that these
-rules do not cover.
+applies transformers' conversion rules to one tensor at a time. If these rules do not cover a model, `NotShardableError`
+is raised.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class MetaModel:
 
 
 class CastRows(NamedTuple):
-    """A tensor in a file. Its rows are cast when they are read."""
+    """A tensor in a file. The rows of the tensor are cast when they are read."""
 
     rows: Rows
     dtype: torch.dtype
@@ -87,8 +87,8 @@ def _rows(source: TensorSource, target: str, rows: Callable[[str], Rows], dtype:
 
 
 def open_hf(folder: Path, *, compute: torch.dtype | None, weights: WeightPrecision, share: int) -> OpenedModel:
-    """Open a Hugging Face model on the meta device. Check that its weights, divided equally among `share` ranks, fit
-    into memory.
+    """Open a Hugging Face model on the meta device. Check that the weights of the model, divided equally among `share`
+    ranks, fit into memory.
     """
     meta = _load_on_meta(folder, weights, share=share)
     # `separates` is set later, when the architecture is tested.
@@ -316,7 +316,9 @@ def _read_buffers(meta: MetaModel, dtype_of: Callable[[str, torch.dtype], torch.
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Turn off oneDNN, which caches copies of weights. `torch.backends.mkldnn.flags` would print a warning."""
+    """Turn off oneDNN, which caches copies of weights. `torch.backends.mkldnn.flags` is not used, because it prints a
+    warning.
+    """
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -328,7 +330,7 @@ def _without_onednn() -> Iterator[None]:
 def _test(folder: Path, weights: WeightPrecision, compute: torch.dtype | None, share: int) -> bool:
     """Test, as `HFModel` does, whether the architecture separates packed conversations, but map the weight files.
 
-    Weights are read layer by layer. They keep the dtype of the files if casting would not change the result.
+    Weights are read layer by layer. The weights keep the dtype of the files if casting would not change the result.
     """
     meta = _load_on_meta(folder, "stored" if weights == "float32" else weights, share=share)
     with open_weights(meta.files) as rows:

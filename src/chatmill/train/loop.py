@@ -48,8 +48,8 @@ CUT_COUNTS = ("cut_episodes", "cut_tokens", "answer_cut")
 OnStep = Callable[[StepRecord], None]
 """A function that is called on every rank after each step."""
 OnEval = Callable[[CausalModel, int], Mapping[str, float]]
-"""A function that is called on rank 0 after each evaluation, with the model and the step. Its result is added to the
-metrics.
+"""A function that is called on rank 0 after each evaluation, with the model and the step. The values that the function
+returns are added to the metrics.
 """
 OpenText = Callable[[Place], TokenText | None]
 """A function that opens the decoder for a dataset's tokens, or returns None if the dataset has no tokenizer."""
@@ -78,8 +78,8 @@ def train_model(
     `resume` is a checkpoint folder, or `auto` for the newest checkpoint of the run, if it has one. `model` replaces the
     model in the config, and `loss` replaces weighted cross entropy. `watch` is called after every step, `on_eval` after
     every evaluation. Sample answers are shown if `open_text` returns a decoder. The run reports to `trackers` in
-    addition to the trackers in `report_to`. At the end, it also reports the page that `report_page` returns. `notes`
-    are printed when the run starts. `quiet` turns off all printed output.
+    addition to the trackers in `report_to`. At the end of the run, the trackers also receive the HTML page that
+    `report_page` returns. `notes` are printed when the run starts. `quiet` turns off all printed output.
 
     A run that fails before it finishes its first step leaves neither a folder nor an audit log.
 
@@ -155,7 +155,7 @@ class _Launched(NamedTuple):
     counts: StepCounts
     data_wait: float
     pending: Pending | None
-    """The result on the device; None if the batch had no trained tokens."""
+    """The result of the step on the device; None if the batch had no trained tokens."""
 
 
 @dataclass
@@ -369,7 +369,7 @@ class _Loop:
         state, stepper, keep = self.state, self.state.stepper, self.state.config.keep_checkpoints
         sharded = state.config.checkpoint == "sharded"
         # Writing a model folder from shards sends all weights between ranks, so only the last and the best checkpoint
-        # get one.
+        # get a model folder.
         usable = usable or not sharded
         about = about_model(state.loader, step=state.step, base=state.base) if usable else None
         folder, run, world = self.run_dir.folder, state.to_json(), state.world

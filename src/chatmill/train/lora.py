@@ -174,7 +174,9 @@ def _use_float32(peft_model: Any, folder: Path) -> None:
 
 
 def _copied_embeddings(folder: Path, tensors: Mapping[str, Any], lm: Any) -> set[str]:
-    """Return the names of adapter tensors that are copies of an embedding. For some targets, peft saves such copies."""
+    """Return the names of adapter tensors that are copies of an embedding. For some targets, peft saves copies of the
+    embedding.
+    """
     copied = set()
     for name, module in lm.named_modules():
         if module is lm.get_input_embeddings() or module is lm.get_output_embeddings():

@@ -1,8 +1,8 @@
 """Loss functions: their interface, and weighted cross entropy over trained tokens.
 
 The head runs on one chunk of trained positions at a time, so the logits of a whole batch are never materialized. Losses
-are sums, which the loop divides by the total weight of the global batch. The result does not depend on how the batch is
-split over micro-batches and ranks.
+are sums, which the loop divides by the total weight of the global batch. The final loss does not depend on how the
+batch is split over micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def trained_states(hidden: Tensor, targets: TrainedPositions) -> Tensor:
 
 
 def by_segment(losses: Losses, targets: TrainedPositions, segments: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return Σ weight · loss and Σ weight for each segment, as (rows, count) tensors. The loss of a segment is their
-    quotient.
+    """Return Σ weight · loss and Σ weight for each segment, as (rows, count) tensors. The loss of a segment is the
+    first sum divided by the second.
     """
     place = targets.index
     cell = place // segments.shape[1] * count + segments.flatten()[place]

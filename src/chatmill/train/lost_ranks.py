@@ -42,8 +42,8 @@ SETTLE_SECONDS = 0.5
 GRACE_SECONDS = 5.0
 """Time that the main thread may take to end after it is interrupted."""
 FAILED_SECONDS = 5.0
-"""Delay before the main thread is interrupted if another rank failed with an error. This rank may be about to raise the
-same error.
+"""Delay before the main thread is interrupted if another rank failed with an error. The delay is needed because this
+rank may be about to raise the same error.
 """
 WAKE = signal.SIGURG
 """The signal that interrupts the main thread; without a handler, the system ignores this signal."""

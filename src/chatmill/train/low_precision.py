@@ -1,7 +1,8 @@
 """AdamW for bfloat16 weights with stochastic rounding, and bfloat16 or 8-bit moments.
 
 The optimizer computes each update in float32 and rounds it once. A weight between two bfloat16 numbers is rounded to
-one of them at random, with probabilities that preserve its expected value. Small updates are therefore not lost.
+one of them at random, with probabilities that preserve its expected value. Rounding therefore does not lose small
+updates.
 
 8-bit moments are indices into a lookup table, with one scale per block of a row (Dettmers et al., arXiv 2110.02861). An
 8-bit second moment is stored as its square root, which has the same range as the gradients and does not underflow.
@@ -139,7 +140,7 @@ def _update_bf16(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tens
     new, mean, square = _adamw(weight, grad, exp_avg.float(), exp_avg_sq.float(), numbers)
     exp_avg.copy_(mean)
     # With beta2 near 1, the second moment often changes by less than half a unit in the last place per step. Rounding
-    # to nearest would undo every such change, so round stochastically.
+    # to nearest would undo these small changes, so round stochastically.
     exp_avg_sq.copy_(_rounded(square, bits >> 14))
     weight.copy_(new if weight.dtype == torch.float32 else _rounded(new, bits))
 
