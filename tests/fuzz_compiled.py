@@ -262,7 +262,7 @@ def classes(pattern: int) -> bytes:
 
 
 class Vocabulary:
-    """All single bytes, and random merges of them."""
+    """A random vocabulary, which consists of all single bytes and random merges."""
 
     def __init__(self, rng: random.Random) -> None:
         self.tokens = [bytes([n]) for n in range(256)]

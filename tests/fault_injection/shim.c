@@ -43,7 +43,7 @@ static void *next(const char *name) { return dlsym(RTLD_NEXT, name); }
     static result (*real)(__VA_ARGS__);                                                                                \
     if (!real) real = (result(*)(__VA_ARGS__))next(#name)
 
-/* Count calls on paths below `root`, and make some fail; `kind` -1 only counts. */
+/* Count calls on paths below `root`, and make some fail; if `kind` is -1, only count. */
 int faults_arm(const char *root, int kind, long at, int error, int forever) {
     REAL(void *, mmap, void *, size_t, int, int, int, off_t);
     if (!control) {

@@ -298,7 +298,7 @@ def test_tail_equals_the_end_of_the_token_list(record, capacity):
 @given(chat_, st.integers(2, 40))
 def test_each_trained_token_is_trained_in_exactly_one_window(record, capacity):
     rows = rendered(record)
-    # Each token of a window can be found in the conversation by its id.
+    # Use positions as token ids, so that each token of a window can be found in the conversation.
     numbered = replace(rows, ids=np.arange(len(rows.ids), dtype=np.uint32))
     made = truncate(numbered, capacity, "windows", ledger=Ledger(), drop_untrained=False)
     trained = made.ids[made.mask()]

@@ -127,7 +127,7 @@ def test_each_rank_has_the_rows_of_its_loader(data, order, world_size, accumulat
             assert torch.equal(labels, expected.pop("labels"))
             assert stacked.keys() == expected.keys() == {"input_ids", "position_ids"}
             assert all(torch.equal(stacked[name], expected[name]) for name in expected)
-            # All ranks use one factor for the whole step.
+            # Within a step, all ranks scale the weights by the same factor.
             [factor] = np.unique(scaled[labels >= 0].numpy().round(4))
             whole = of_all[step]
             assert factor == pytest.approx((whole.y >= 0).sum() / whole.weights.sum(), abs=1e-4)

@@ -133,7 +133,7 @@ def test_stored_padding_is_never_trained_with_or_without_the_mask(tmp_path):
 
 
 def test_a_shard_with_as_many_segments_as_episodes_may_have_an_episode_of_two(tmp_path):
-    """Segment i does not belong to episode i, although there are as many segments as episodes."""
+    """The shard has as many segments as episodes, but segment i does not belong to episode i."""
     span = ([5, 6], 1, 0, 1.0, 0, -1)
     rows = build([[], [((None, 1), [span]), ((None, 2), [span])], [((None, 3), [span])]])
     target = write_rows(tmp_path / "d", {"train": rows}, shard_tokens=1000)

@@ -213,7 +213,7 @@ def expected(conversations: list[Conversation]) -> tuple[list[Conversation], lis
         group[at] = at
         for other in order[:number]:
             alike = len(sets[at] & sets[other]) / len(sets[at] | sets[other])
-            # Close to the threshold, chatmill's estimate could give either result.
+            # No similarity may be close to the threshold, because chatmill only estimates similarities.
             assert alike > 0.93 or alike < 0.67
             if alike > 0.93 and group[at] == at:
                 group[at] = group[other]

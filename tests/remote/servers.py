@@ -119,7 +119,7 @@ class Server:
 
     @contextmanager
     def in_environment(self) -> Iterator[Server]:
-        """Set the environment variables of this server, and unset those of all others."""
+        """Set the environment variables of this server, and unset those of all other servers."""
         with pytest.MonkeyPatch.context() as patch:
             for name in list(os.environ):
                 if name.startswith(SETTINGS) or name in PROXIES:

@@ -30,7 +30,7 @@ def many(tmp_path_factory):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Small blocks and chunks give many boundaries."""
+    """Use small blocks and chunks, so that the index has many boundaries between them."""
     shrink(monkeypatch)
     monkeypatch.setattr(index_build, "CHUNK", 700)
 

@@ -72,7 +72,7 @@ def test_episodes_of_a_mix_are_numbered_as_in_the_dataset(tmp_path):
     view = open_view(tmp_path / "v")
     mix = {"a": 1.0, "b": 1.0}
     opened, _ = open_sources(tmp_path / "v", LoadConfig(pad_token_id=0, mix_sft=mix))
-    # The run numbers the episodes of source a before those of source b, and the dataset the other way round.
+    # The run numbers the episodes of source a before those of source b, but the dataset starts with source b.
     log(tmp_path, 0, (1, [0, 1, 2], [10.0, 11.0, 20.0], [1, 1, 1]), sha256=datasets_hash(opened), mix=mix)
     np.testing.assert_array_equal(run_losses(tmp_path, view), np.float32([20, np.nan, np.nan, 10, 11]))
 

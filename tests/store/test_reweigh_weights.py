@@ -1,4 +1,6 @@
-"""`reweigh` keeps the weights of records, messages and ranges, or refuses; expected weights come from the records."""
+"""`reweigh` keeps the weights of records, messages and ranges, or raises an error. The expected weights are computed
+from the records.
+"""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def test_a_dataset_written_by_the_specifications_script_opens(tmp_path):
 
 
 def test_a_mix_by_tokens_counts_the_tokens_in_episodes(tmp_path):
-    """Episodes may leave gaps in the file or overlap, so their tokens are counted, not those of the file."""
+    """Episodes may overlap or leave gaps in the file, so count the tokens of the episodes, not those of the file."""
     rng = np.random.default_rng(0)
     ids = rng.integers(1, 9, 60).astype(np.uint16)
     mask = (rng.random(60) < 0.5).astype(np.uint8)

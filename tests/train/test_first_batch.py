@@ -96,7 +96,7 @@ def test_the_first_batch_is_shown_as_it_is_trained(dataset, packing):
     answers = {each["from"]: (each["prompt"], each["answer"]) for each in first.answers}
     header = "<|im_end|>\\n<|im_start|>assistant\\n"
     long = "x" * (ANSWER // 2)
-    # Only the end of the prompt is shown; it starts at a token boundary.
+    # Only the end of the prompt is shown, starting at a token boundary.
     bye = f"<|im_start|>user\\nBye{header}"
     everything = {
         "chat.jsonl:1 (episode 0, 10 trained tokens)": (f"<|im_start|>user\\nHi{header}", "Hello\\x1b[2J<|im_end|>"),

@@ -260,8 +260,8 @@ def test_the_compiled_step_of_low_precision_adamw_equals_the_eager_one(eight_bit
                 weight.grad = torch.randn(weight.shape, generator=generator).to(device)
             optimizer.step()
         ends.append(weights)
-    # A value between two int8 codes may be rounded to either. The GPU and the CPU use different random numbers to round
-    # bfloat16 moments.
+    # A value between two int8 codes may be rounded to either code. The GPU and the CPU use different random numbers to
+    # round bfloat16 moments.
     assert all(far(gpu.detach(), cpu.detach()) < 1e-3 for cpu, gpu in zip(*ends, strict=True))
 
 

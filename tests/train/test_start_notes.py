@@ -79,7 +79,7 @@ def test_no_note_is_printed_if_all_trained_tokens_are_answers(folders, tmp_path)
 @pytest.mark.parametrize("command", ["train.py", "chatmill train"])
 def test_the_note_is_printed_first_and_logged_in_json_and_metrics(folders, tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
-    # This file causes another note, which must come after the one about use_loss_mask.
+    # This file causes another note, which must be printed after the note about use_loss_mask.
     Path("chatmill.toml").write_text("training.seed = 3\n")
     Path("config.json").write_text(json.dumps({**SMALL, "max_iters": 2, "use_loss_mask": False}))
     loader = EpisodeLoader(folders["dataset"], config(use_loss_mask=False))

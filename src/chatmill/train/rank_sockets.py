@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 UNREACHABLE_SECONDS = 15
-"""Time in seconds after which a node that does not respond counts as lost."""
+"""Time in seconds after which a node that does not respond is considered lost."""
 
 
 def listen(address: str, size: int) -> socket.socket:

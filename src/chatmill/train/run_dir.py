@@ -206,7 +206,7 @@ class RunDir:
             files.write_file(self.folder / PLOT, picture.encode(), overwrite=True)
 
     def end(self, status: Status) -> None:
-        """Record how the run ended; a run that is closed without calling `end` counts as failed."""
+        """Record how the run ended; a run that is closed without calling `end` is recorded as failed."""
         self._status = status
 
     def close(self) -> None:

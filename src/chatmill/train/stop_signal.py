@@ -16,7 +16,7 @@ from chatmill.errors import ChatmillError
 STEP_SECONDS = 600.0
 """After a signal, a run is terminated if it does not finish its step within this many seconds."""
 SAME_SECONDS = 2.0
-"""Under torchrun, a second signal within this many seconds counts as a repetition of the first."""
+"""Under torchrun, a second signal within this many seconds is treated as a repetition of the first signal."""
 
 
 class StopRequest:

@@ -182,7 +182,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     state = json.loads((runs.checkpoint / "checkpoint.json").read_bytes())
     values = list(wrong_values(state, rng))
     rng.shuffle(values)
-    # Attacks alternate, so that a small run tries every kind.
+    # Alternate between the kinds of attacks, so that a small run tries every kind.
     in_turn = zip_longest(wrong_files(), moved_cursors(), values)
     attacks = [attack for attacks in in_turn for attack in attacks if attack is not None][:size]
     tally.expected = len(attacks)

@@ -195,7 +195,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     rng, base = random.Random(seed), folder / "gpt"
     base.mkdir()
     GPT(GPTSizes(vocab_size=64, n_layer=2, n_embd=16, n_head=2, n_ffn=16, max_positions=32)).save(base)
-    # Attacks alternate, so that a small run tries every kind.
+    # Alternate between the kinds of attacks, so that a small run tries every kind.
     attacks = _in_turn(base, SIZES, rng)[:size]
     if size > len(attacks):
         attacks += _in_turn(save_hugging_face(folder / "qwen"), HF_SIZES, rng)[: size - len(attacks)]
@@ -218,8 +218,8 @@ def _in_turn(source: Path, names: tuple[str, ...], rng: random.Random) -> list[t
 
 
 def save_hugging_face(folder: Path) -> Path:
-    """Save a small Qwen3 in a child process, because saving starts a thread. All children need the modules imported
-    here.
+    """Save a small Qwen3 in a child process, because saving starts a thread. The modules are imported before forking,
+    because all children need them.
     """
     from model_fixtures import save_qwen
     from transformers import AutoConfig, AutoModelForCausalLM

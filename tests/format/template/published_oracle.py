@@ -206,8 +206,8 @@ def judge_answer(reference, messages, number, places, verdict, *, tools) -> None
 
 
 def inner_ends(reference: Reference, text: str, start: int, stop: int) -> list[tuple[int, int, bool]]:
-    """Return the end tokens between two texts of an answer, or a header if there are none, in the form of
-    `Verdict.inner`.
+    """Return the end tokens between two texts of an answer or, if there are none, a header. See `Verdict.inner` for the
+    form of the result.
     """
     ends = [
         (match.end(), behind_header(reference, text, match.end(), stop), match[0] in reference.tokens["stops"])

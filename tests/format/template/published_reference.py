@@ -260,7 +260,7 @@ def locate(reference: Reference, messages, *, prompt: bool = False, tools: bool 
     if not attempt(everything, False):
         for n in everything:
             if not (attempt([n], False) or attempt([n], True)):
-                # Marks in this text change the output, so search for the text itself.
+                # Unique words in this text would change the output, so search for the text itself.
                 out.spans[texts[n]] = written_once(read_piece(messages, texts[n]).strip(), text)
     for piece, span in out.spans.items():
         # An empty text next to others has no position, even if a mark in it would be rendered.

@@ -63,7 +63,7 @@ def peer() -> PreTrainedTokenizerFast:
 
 
 def open_template(tokenizer: str, **options: object) -> TemplateRenderer:
-    """Open the template of a folder; keywords are those of `TemplateOptions`."""
+    """Open the template of a folder; keyword arguments are passed to `TemplateOptions`."""
     renderer = open_renderer("template", tokenizer, template=TemplateOptions(**options))
     assert isinstance(renderer, TemplateRenderer)
     return renderer

@@ -142,7 +142,9 @@ def train(dataset: Path, load: Mapping[str, Any], **settings: Any) -> dict[str, 
 
 
 def two_rank_runs(dataset: Path, load: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Do a run of 50 steps, and one that resumes it from step 21, in the same processes. Starting processes is slow."""
+    """Do a run of 50 steps and a run that resumes it from step 21, in the same processes, because starting them is
+    slow.
+    """
     settings = {
         "folder": folder,
         "training": {"local_batch_size": 1, "global_batch_size": load["batch_size"]},
