@@ -29,7 +29,7 @@ class TokenCount:
     tokens: int = 0
     trained: int = 0
     segments: int = 0
-    """Number of segments that contain these tokens; counted only for sources."""
+    """Number of segments that contain the counted tokens; set only in the counts by source."""
 
 
 @dataclass(frozen=True)

@@ -290,7 +290,7 @@ class Viewer:
         return {"place": f"{one_line(record.name, 300)}:{record.line}", **record.for_display()}
 
     def lines(self, split: str, number: int) -> dict[str, Any]:
-        """Return the records of an episode as JSON lines for export; these are not escaped."""
+        """Return the records of an episode as JSON lines for export; the lines are not escaped."""
         row = self._view.row(split, number)
         segments = [segment for segment in range(len(row.origins)) if not is_padding(row, segment)]
         return {"lines": [self._source_record(row, segment).for_export() for segment in segments]}

@@ -1,6 +1,6 @@
 """Find the end-of-text token in another program's tokenizer files.
 
-These forms are recognized, in this order:
+The end token is looked up in these forms, in this order:
 
     {"eot_token_id": 50256}                               a name with an id; also eos, end_of_text, im_end, …
     {"eos_token": "<|endoftext|>", "vocab": {…}}          a name with a text that is in a vocabulary

@@ -197,7 +197,7 @@ class _Reading:
         if fault := _this_thread.fault:
             if not _this_thread.depth:
                 _this_thread.fault = ""
-            # Any other error in the block was caused by reading zeros instead of the page.
+            # Discard any other error from the block, because reading zeros instead of the page caused it.
             raise DataError(fault) from None
 
 

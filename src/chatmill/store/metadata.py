@@ -74,7 +74,7 @@ class Metadata:
     splits: Mapping[str, SplitInfo]
     ledger: Ledger
     config: Mapping[str, Any]
-    """All other settings that affect the bytes of the dataset."""
+    """The settings of the build that affect the bytes of the dataset."""
     tokenizer_state: FileInfo = NOT_WRITTEN
     removed: FileInfo | None = None
     """The file that lists removed records, or None if no file was written."""

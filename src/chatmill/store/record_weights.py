@@ -52,7 +52,7 @@ class RecordWeights:
 
 
 def find_record_weights(chunks: Callable[[], Iterator[Chunk]], train_on: TrainOn) -> RecordWeights:
-    """List the conversations without a record weight, then read all chunks again to find the weights in other parts."""
+    """List the conversations without a record weight, then read all chunks again to find the weights."""
     missing = [_keys(origins[_is_missing(spans, first, train_on)]) for spans, first, origins in chunks()]
     keys = np.unique(np.concatenate(missing)) if missing else _keys(np.empty(0, dtype=ORIGIN))
     lowest, highest = (np.full(len(keys), limit, dtype=np.float32) for limit in (np.inf, 0))

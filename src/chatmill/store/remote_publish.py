@@ -38,7 +38,7 @@ An older object is uploaded again, because `chatmill clean` may be about to remo
 """
 
 OWN_NAMES = (OBJECTS, STAGING, METADATA, TOKENIZER_STATE, REMOVED, *SPLITS)
-"""The names at the top level of a dataset, in both layouts."""
+"""The names at the top level of a dataset, in the plain layout and in the layout by hash."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Uploads:
             self.add(folder / name, file)
 
     def skip(self, infos: Iterable[FileInfo]) -> None:
-        """Do not upload files with these hashes, because other processes uploaded them."""
+        """Skip the given files when uploading, because other processes have already uploaded them."""
         for info in infos:
             done: Future[None] = Future()
             done.set_result(None)

@@ -26,8 +26,8 @@ Offsets = NDArray[np.int64]
 class TextColumns(Sequence[str]):
     """Many texts in one UTF-8 buffer. Each text is before[kind] + data[start:stop] + after[kind].
 
-    The compiled engine encodes the texts without creating strings. Other engines use this class as a sequence of
-    strings.
+    The compiled engine encodes the texts without creating strings. All engines except the compiled one use this class
+    as a sequence of strings.
     """
 
     data: bytes

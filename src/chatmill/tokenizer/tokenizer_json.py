@@ -25,7 +25,7 @@ from chatmill.tokenizer.isolate_control import Json, kinds
 from chatmill.tokenizer.reference import Reference, without_control
 
 LEFT_BY_FASTOKENS = "\u017f\u1e9b\u180e\u212a"
-"""Characters at which fastokens may split words differently. `tokenizers` encodes texts that contain these characters.
+"""Characters at which fastokens may split words differently. `tokenizers` encodes texts that contain one of them.
 
 The long s (U+017F, also in U+1E9B) matches s if a pattern ignores case, and the Kelvin sign (U+212A) matches k. U+180E
 is a space in older versions of Unicode. All characters in this string are very rare.

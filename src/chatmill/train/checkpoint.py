@@ -144,7 +144,7 @@ def restore(checkpoint: Checkpoint, model: CausalModel, optimizer: AnyOptimizer)
 
 def _refuse_state(checkpoint: Checkpoint, stored: ShardedTensors, name: str, of: str = "optimizer state") -> NoReturn:
     what = f"{one_line(name, 200)} {stored.shape(name)} {str(stored.dtype(name)).removeprefix('torch.')}"
-    raise DataError(f"{checkpoint.path}: {what} is not part of the {of} of this run")
+    raise DataError(f"{checkpoint.path}: {what} is not part of the {of} of this run; resume from another checkpoint")
 
 
 # Writing.

@@ -106,7 +106,8 @@ def read_marker(path: Path) -> tuple[dict[str, Any], dict[str, FileInfo]]:
     if lacking := [name for name in ("version", "step", "files") if name not in state]:
         raise DataError(f"{path}: is damaged; {lacking[0]} is missing")
     if type(state["version"]) is not int or state["version"] != VERSION:
-        raise DataError(f"{path}: has version {one_line(str(state['version']))}; this chatmill reads version {VERSION}")
+        version = one_line(str(state["version"]))
+        raise DataError(f"{path}: has version {version}; this version of chatmill reads only version {VERSION}")
     body = JsonObject(state, str(path))
     step = body.count("step")
     if (named := STEP_FOLDER.fullmatch(path.parent.name)) and int(named[1]) != step:

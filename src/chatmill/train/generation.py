@@ -182,8 +182,8 @@ def beam_search(
     """Find the best answer to each prompt with beam search; return the token ids of each answer.
 
     Answers are ranked by log-likelihood / length ** length_penalty and include their end token, if they have one. The
-    search for a prompt ends when none of its beams can beat the best finished answer. Beams that reach `max_tokens`
-    count as finished.
+    search for a prompt ends when none of its beams can beat the best finished answer. A beam that reaches `max_tokens`
+    is also finished.
     """
     answers: list[list[int]] = []
     with inference(model):

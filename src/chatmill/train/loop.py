@@ -134,7 +134,7 @@ def _run_dir(
         data={"dataset_sha256": state.stage.dataset_sha256},
     )
     best, link = state.best.folder(folder) if state.config.keeps_best else None, folder / BEST
-    # Unless keep_best is false, a resumed run that does not track the best checkpoint keeps the existing link.
+    # Unless keep_best is false, a resumed run that does not track the best checkpoint keeps the existing link `best`.
     outdated = link.is_symlink() and (state.config.keep_best is False or not link.exists())
     if state.config.keeps_best or outdated:
         try:
