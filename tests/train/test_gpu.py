@@ -12,6 +12,7 @@ from chatmill.train import flash
 from chatmill.train.attention import attend, block_mask, dense_mask, segment_start
 from chatmill.train.config import LoraSizes
 from chatmill.train.flash import HEAD_SIZES, bounds_of, is_usable
+from chatmill.train.flash_heads import flash_heads
 from chatmill.train.generation import generate
 from chatmill.train.load_model import open_model
 from chatmill.train.loss import LMHead, TrainedPositions, entropy, weighted_loss
@@ -122,6 +123,31 @@ def test_flash_attention_equals_attention_with_the_dense_mask(heads, size):
         out = attend(*given, mask)
         results.append([out, *torch.autograd.grad(out, given, towards.to(dtype))])
     assert all(far(a, b) < 6e-3 for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 2), (7, 1)])
+def test_flash_attention_over_a_joint_projection_equals_its_parts(heads):
+    if not is_usable(torch.device("cuda"), 128, torch.bfloat16):
+        pytest.skip("needs flash-attn-4 and a Hopper GPU")
+    torch.manual_seed(0)
+    counts = [heads[0], heads[1], heads[1]]
+    batch = packed(ROWS, 500)
+    segments = batch.segments.cuda()
+    cos, sin = rotations(batch.positions.cuda(), 128, 1e4)
+    qkv = torch.randn(2, 500, sum(counts) * 128, device="cuda")
+    weights = [torch.rand(128, device="cuda") for _ in "qk"]
+    towards = torch.randn(2, 500, heads[0], 128, device="cuda")
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        given = [part.clone().requires_grad_() for part in (qkv.to(dtype), *weights)]
+        if dtype == torch.bfloat16:
+            out = flash_heads(given[0], (given[1], given[2]), cos, sin, counts, 1e-6, bounds_of(segments))
+        else:
+            q, k, v = given[0].unflatten(-1, (-1, 128)).split(counts, dim=-2)
+            q, k = (F.rms_norm(part, (128,), weight, 1e-6) for part, weight in zip((q, k), given[1:], strict=True))
+            out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, dense_mask(segment_start(segments)))
+        results.append([out, *torch.autograd.grad(out, given, towards.to(dtype))])
+    assert all(far(a, b) < 1e-2 for a, b in zip(*results, strict=True))
 
 
 def test_the_compiled_bfloat16_loss_is_close_to_the_float32_loss_of_the_cpu():

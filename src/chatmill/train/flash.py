@@ -23,6 +23,10 @@ HOPPER = 9
 """Major compute capability of the GPUs on which the gradients were compared with those of plain attention."""
 HEAD_SIZES = (32, 64, 96, 128)
 """Head sizes with correct gradients; those of sizes 8, 16, 48 and 80 are wrong in flash-attn-4 4.0.0b36."""
+MAX_PARTS = 4
+"""Maximum number of query heads per key head with separate calls of the backward kernel. On an H200, with heads of size
+128, separate calls take less time than one call for 2 and 4 query heads per key head, and more time for 7 and 8.
+"""
 FEWEST = 128
 """Boundaries are padded to this number or a larger power of two, because the layers are recompiled for each number."""
 
@@ -105,7 +109,9 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, at = ctx.saved_tensors
-        return *flash_backward(grad, q, k, v, out, lse, at, ctx.longest, ctx.scale), None, None, None
+        dq, dk, dv = flash_backward(grad, q, k, v, out, lse, at, ctx.longest, ctx.scale)
+        dk, dv = (part[0] if len(part) == 1 else part.sum(0) for part in (dk, dv))
+        return dq, dk, dv, None, None, None
 
 
 @torch.library.custom_op("chatmill::flash", mutates_args=())
@@ -125,12 +131,20 @@ def _(q: Tensor, k: Tensor, v: Tensor, at: Tensor, longest: int, scale: float) -
 def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
+    """Return the gradient of the queries, and parts of the gradients of keys and values (parts, tokens, heads, size).
+
+    The caller must add up the parts. If query heads share a key head, the kernel adds up their gradients in float32 and
+    converts the sums. For few query heads per key head, it is faster to call the kernel once for each of them.
+    """
     _, backward = _kernels()
-    dq, dk, dv = (part.new_empty(part.shape) for part in (q, k, v))
-    exact = are_deterministic_algorithms_enabled()
-    packed = _packed(at, longest, scale)
-    backward(q, k, v, out, grad.contiguous(), lse, **packed, deterministic=exact, dq=dq, dk=dk, dv=dv)
+    parts = _parts(q, k)
+    dq, grad = q.new_empty(q.shape), grad.contiguous()
+    dk, dv = (part.new_empty(parts, *part.shape) for part in (k, v))
+    options = {**_packed(at, longest, scale), "deterministic": are_deterministic_algorithms_enabled()}
+    for one in range(parts):
+        each = slice(one, None, parts)
+        given = q[:, each], k, v, out[:, each], grad[:, each], lse[each]
+        backward(*given, **options, dq=dq[:, each], dk=dk[one], dv=dv[one])
     return dq, dk, dv
 
 
@@ -138,7 +152,13 @@ def flash_backward(
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    parts = _parts(q, k)
+    return q.new_empty(q.shape), k.new_empty(parts, *k.shape), v.new_empty(parts, *v.shape)
+
+
+def _parts(q: Tensor, k: Tensor) -> int:
+    shared_by = q.shape[1] // k.shape[1]
+    return shared_by if shared_by <= MAX_PARTS else 1
 
 
 def _packed(at: Tensor, longest: int, scale: float) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from chatmill.config import keys_of
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.train.attention import Mask, attend, segment_mask
 from chatmill.train.config import GPTSizes
+from chatmill.train.flash import Bounds
+from chatmill.train.flash_heads import flash_heads
 from chatmill.train.loss import LMHead
 from chatmill.train.memory import check_memory
 from chatmill.train.model import CausalModel, DecodingCache, SavedPart, WeightPrecision, usable_precision
@@ -258,8 +260,9 @@ class Attention(nn.Module):
     def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None, put: PutInCache | None) -> Tensor:
         qkv = self.qkv(h)
         if qkv.is_cuda and put is None:
-            q, k, v = split_heads(qkv, self._norm_weights(), cos, sin, self.heads, self.eps)
-            return self.out(attend(q, k, v, mask).flatten(-2))
+            given = qkv, self._norm_weights(), cos, sin, self.heads, self.eps
+            attended = flash_heads(*given, mask) if isinstance(mask, Bounds) else attend(*split_heads(*given), mask)
+            return self.out(attended.flatten(-2))
         q, k, v = qkv.unflatten(-1, (-1, self.head_size)).split(self.heads, dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -6,6 +6,7 @@ seven passes over it. Compiled layers can call `split_heads`, because its kernel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,14 +59,21 @@ class _SplitHeads(torch.autograd.Function):
         return q, k, qkv.unflatten(-1, (-1, cos.shape[-1]))[:, :, -heads[2] :]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
-        grad, sums = rotated_backward(list(grads), qkv, q_weight, k_weight, cos, sin, ctx.eps)
-        of_q, of_k = (
-            None if weight is None else total.to(weight.dtype)
-            for weight, total in zip((q_weight, k_weight), sums, strict=True)
-        )
-        return grad, of_q, of_k, None, None, None, None
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        return *split_backward([dq, dk[None], dv[None]], ctx.saved_tensors, ctx.eps), None, None, None, None
+
+
+def split_backward(
+    grads: list[Tensor], saved: Sequence[Tensor], eps: float
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of the projection and of both norm weights; see `rotated_backward`."""
+    qkv, q_weight, k_weight, cos, sin = saved
+    grad, sums = rotated_backward(grads, qkv, q_weight, k_weight, cos, sin, eps)
+    of_q, of_k = (
+        None if weight is None else total.to(weight.dtype)
+        for weight, total in zip((q_weight, k_weight), sums, strict=True)
+    )
+    return grad, of_q, of_k
 
 
 # torch.compile calls custom operators without tracing into their kernels.
@@ -114,7 +122,10 @@ def rotated_backward(
     sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of the projection, and the gradients of both norm weights as a (2, size) tensor."""
+    """Compute the gradient of the projection, and the gradients of both norm weights as a (2, size) tensor.
+
+    The gradients of keys and values have the shape (parts, rows, length, heads, size); their parts are added up.
+    """
     from chatmill.train.rotary_kernel import backward
 
     parts = [grad.contiguous() for grad in grads]

@@ -17,7 +17,7 @@ from torch import Tensor
 WARPS = 4
 MAX_GROUP = 8
 """Maximum number of heads per program."""
-TOKENS, TOKENS_BACKWARD = 2, 4
+TOKENS = 2
 """Number of tokens that a program processes at a time."""
 PROGRAMS = 8
 """Number of kernel programs per multiprocessor and group in the backward pass; each program sums the norm-weight
@@ -58,26 +58,30 @@ def backward(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = grads
-    tokens, n_q, n_kv, size = q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]
+    parts, tokens, n_q, n_kv, size = len(k), q.shape[0] * q.shape[1], q.shape[2], k.shape[-2], q.shape[3]
     grad = torch.empty_like(qkv)
     shape = _shape(q, k)
     of_q, of_k = n_q // shape["GROUP"], n_kv // shape["GROUP"]
     most = PROGRAMS * torch.cuda.get_device_properties(qkv.device).multi_processor_count
-    programs = min(triton.cdiv(tokens, TOKENS_BACKWARD), most)
+    programs = min(triton.cdiv(tokens, TOKENS), most)
     sums = torch.empty(of_q + of_k, programs, size, dtype=torch.float32, device=qkv.device)
     norm = (qkv, qkv) if q_weight is None or k_weight is None else (q_weight, k_weight)
     _backward[(programs, of_q + 2 * of_k)](
         *(q, k, v, qkv, *norm, cos, sin, grad, sums, tokens, n_q, n_kv, eps, qkv.shape[-1]),
-        ROUNDS=triton.cdiv(tokens, programs * TOKENS_BACKWARD),
+        ROUNDS=triton.cdiv(tokens, programs * TOKENS),
+        PARTS=parts,
         NORM=q_weight is not None,
-        TOKENS=TOKENS_BACKWARD,
+        TOKENS=TOKENS,
         **shape,
     )
-    return grad, torch.stack([sums[:of_q].sum((0, 1)), sums[of_q:].sum((0, 1))])
+    totals = sums.new_empty(2, size)
+    for some, total in zip((sums[:of_q], sums[of_q:]), totals, strict=True):
+        torch.sum(some, (0, 1), out=total)
+    return grad, totals
 
 
 def _shape(q: Tensor, k: Tensor) -> dict[str, int]:
-    n_q, n_kv, size = q.shape[2], k.shape[2], q.shape[3]
+    n_q, n_kv, size = q.shape[-2], k.shape[-2], q.shape[-1]
     # The largest power of two that divides both numbers of heads.
     group = min(n_q & -n_q, n_kv & -n_kv, MAX_GROUP)
     return {"GROUP": group, "SIZE": size, "HALF": triton.next_power_of_2(size // 2), "num_warps": WARPS}
@@ -114,8 +118,8 @@ def _forward(
 @triton.jit
 def _backward(
     dq, dk, dv, qkv, q_weight, k_weight, cos, sin, grad, sums, tokens, n_q, n_kv, eps, width,
-    ROUNDS: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
-    HALF: tl.constexpr,
+    ROUNDS: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr,
+    SIZE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1) * GROUP
     if head < n_q:
@@ -136,6 +140,11 @@ def _backward(
             there = (token < tokens) & paired
             x = tl.load(source + token * step + within, mask=there, other=0.0).to(tl.float32)
             y = tl.load(source + token * step + within + SIZE // 2, mask=there, other=0.0).to(tl.float32)
+            for part in tl.static_range(1, PARTS):
+                # Only the gradients of keys come in parts.
+                more, also = there & (head >= n_q), source + (token + part * tokens) * step + within
+                x += tl.load(also, mask=more, other=0.0).to(tl.float32)
+                y += tl.load(also + SIZE // 2, mask=more, other=0.0).to(tl.float32)
             c = tl.load(cos + token * SIZE + place, mask=there, other=0.0)
             s = tl.load(sin + token * SIZE + SIZE // 2 + place, mask=there, other=0.0)
             a_grad, b_grad = x * c + y * s, y * c - x * s
@@ -164,8 +173,11 @@ def _backward(
             there = (token < tokens) & paired
             at = token * width + head * SIZE + within
             for half in tl.static_range(2):
-                part = tl.load(source + token * step + within + half * (SIZE // 2), mask=there, other=0.0)
-                tl.store(grad + at + half * (SIZE // 2), part, mask=there)
+                own = source + within + half * (SIZE // 2)
+                total = tl.load(own + token * step, mask=there, other=0.0).to(tl.float32)
+                for part in tl.static_range(1, PARTS):
+                    total += tl.load(own + (token + part * tokens) * step, mask=there, other=0.0).to(tl.float32)
+                tl.store(grad + at + half * (SIZE // 2), total, mask=there)
 
 
 @triton.jit
