@@ -117,7 +117,7 @@ def test_a_mix_is_refused_and_one_of_its_sources_is_suggested(tmp_path):
     [
         ({"post_training": True, "max_iters": None}, "2 steps; the run has finished its one pass"),
         ({"post_training": True, "max_iters": 9}, "2 steps; the run has finished its one pass"),
-        ({"post_training": True, "max_iters": 1}, "1 steps; raise max_iters to at most one pass"),
+        ({"post_training": True, "max_iters": 1}, "1 steps; raise max_iters (post-training stops after one pass)"),
         ({"max_iters": 1}, "1 steps; raise max_iters"),
         ({"max_iters": None}, "2 steps; the run has finished its one pass; set epochs or max_iters to continue"),
         ({"max_iters": None, "epochs": 1}, "2 steps; the run has finished its one pass; raise epochs to continue"),

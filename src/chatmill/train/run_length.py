@@ -51,7 +51,7 @@ class RunLength:
         if config.max_iters is None or config.max_iters > self.steps:
             more = "" if config.post_training else "; set epochs or max_iters to continue"
             return f"the run has finished its one pass{more}"
-        return "raise max_iters to at most one pass" if config.post_training else "raise max_iters"
+        return "raise max_iters (post-training stops after one pass)" if config.post_training else "raise max_iters"
 
 
 def run_length(config: TrainConfig, loader: EpisodeLoader) -> RunLength:
