@@ -158,7 +158,8 @@ def _call(method: Callable[..., dict[str, Any]], **parameters: Any) -> Endpoint:
     `parameters` maps query parameters to their default values or types.
     """
 
-    # Starlette runs this function in a thread, because it is not a coroutine, so a slow response does not delay others.
+    # Starlette runs this function in a thread, because it is not a coroutine, so a slow response does not delay other
+    # responses.
     def endpoint(request: Request) -> Response:
         try:
             query = {name: _parameter(request, name, default) for name, default in parameters.items()}

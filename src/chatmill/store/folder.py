@@ -126,7 +126,8 @@ class OpenFolder:
 
 
 def in_folder(path: Path, expected: str, work: Callable[[OpenFolder], T]) -> T:
-    """Return the result of `work` on a folder; raise `DataError` with `expected` if the folder does not exist.
+    """Return the result of `work` on a folder; raise a `DataError` that mentions `expected` if the folder does not
+    exist.
 
     If `work` fails because the folder was replaced, `work` is retried on the new folder.
     """
@@ -155,7 +156,7 @@ def _unreadable(path: Place, error: OSError) -> DataError:
 
 
 class StoredFiles:
-    """The files of a dataset or cache as they were when it was opened; each file is mapped on demand."""
+    """The files of an open dataset or cache, in the version that was opened; each file is mapped on demand."""
 
     def __init__(self, folder: OpenFolder, marker: Place) -> None:
         """`marker` is the file that identifies the dataset: its metadata or, without metadata, its first index."""

@@ -164,7 +164,7 @@ def write_cache(
     """Build a cache in a staging folder and publish it as OUT/SOURCE with one rename. A failed build leaves no files.
 
     Return `meta` with the splits that were written. The bytes do not depend on how the rows of a split are divided into
-    parts. The ledger of `meta` may be filled while rows are produced; in the end, it must balance.
+    parts. The ledger of `meta` may be filled while rows are produced; after the last row, the ledger must balance.
     """
     target = cache_folder(out, meta.source)
     with building(target, "building", overwrite=overwrite, kind=CACHE) as staging:

@@ -91,7 +91,7 @@ def _contents(folder: Path, is_own: Callable[[str], object], prefix: str = "") -
 
 
 def _is_listed(folder: Path, kind: FolderKind) -> Callable[[str], bool]:
-    """Return a predicate for paths that the marker lists; raise `DataError` if the marker is not chatmill's."""
+    """Return a predicate for paths that the marker lists; raise `DataError` if chatmill did not write the marker."""
     if kind.listed is None:
         raise DataError(f"{folder}: a {kind.name} has no list of its files")
     paths = {kind.marker, *kind.listed(folder)}

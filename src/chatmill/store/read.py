@@ -62,7 +62,7 @@ def remote_dataset(url: Url, token_dtype: str | None = None) -> Dataset:
 
 
 def in_dataset_folder(path: Path, work: Callable[[OpenFolder], T]) -> T:
-    """Call `in_folder` for a dataset; raise `DataError` if a killed process has moved the dataset aside."""
+    """Call `in_folder` for a dataset; raise `DataError` if a killed process left the dataset under a temporary name."""
     if not path.is_dir() and set_aside(path).is_dir():
         raise DataError(
             f"{path}: the process replacing it was killed; the old dataset is now {set_aside(path)}; "

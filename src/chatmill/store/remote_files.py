@@ -44,7 +44,9 @@ class RemoteFiles:
     """The files of an open dataset at a URL, with the interface of `StoredFiles`. Instances can be pickled."""
 
     def __init__(self, url: Url, files: Mapping[Place, FileInfo], *, by_hash: bool) -> None:
-        """`files` are keyed by their URLs in the plain layout; `by_hash` tells whether objects are named by hash."""
+        """`files` maps the URL of each file in the plain layout to its size and hash. Objects are named by hash if
+        `by_hash` is true.
+        """
         self.path = url
         self._files = dict(files)
         self._by_hash = by_hash

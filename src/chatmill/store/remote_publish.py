@@ -76,7 +76,7 @@ def check_remote_target(url: Url, *, overwrite: bool) -> RemoteTarget:
 
 
 def _check_others(url: Url) -> None:
-    """If the store permits listing, raise `DataError` if the URL contains objects that chatmill did not write."""
+    """If the store permits listing, raise `DataError` for objects at the URL that chatmill did not write."""
     try:
         others = [name for name in objects.first_below(url) if name not in OWN_NAMES]
     except RemoteError:

@@ -62,7 +62,7 @@ def reweigh_dataset(
 
     All files except spans and masks are hard links to the files of `source`, or copies if links are not possible. Rows
     that were truncated or dropped in `source` stay truncated or dropped. Raise `UsageError` if the new mask needs the
-    weight of a record, and `source` does not contain it.
+    weight of a record and `source` does not contain this weight.
     """
     dataset = open_dataset(source)
     parent = dataset.metadata

@@ -201,7 +201,9 @@ class ControlEncoder:
             return engine
 
     def _sections_agree(self) -> bool:
-        """Whether both encoding methods give the same ids for texts around a sample of the control tokens."""
+        """Whether encoding by sections gives the same ids as encoding as a whole, for texts around a sample of the control
+        tokens.
+        """
         texts = [text for text in PROBE if not any(token in text for token in self.ids)]
         for number, token in enumerate(list(self.ids)[:: max(1, len(self.ids) // 12)]):
             parts = [texts[(number * 3 + at) % len(texts)] for at in range(5)]
