@@ -138,7 +138,7 @@ def _compact(name: str) -> str:
 
 
 def _place(name: str) -> tuple[bool, int] | None:
-    """Find an end-token name in `name`; return whether words precede it, and its rank, or None if there is none."""
+    """Find an end-token name in `name`; return whether words precede it, and its rank, or None if nothing matches."""
     if name.strip() == "</s>":
         return False, END_NAMES.index("eos")
     every = _words(name)

@@ -1,7 +1,7 @@
 """Find the record weights of stored conversations.
 
-A dataset has no column for the weight of a record: only the tokens that are trained by role have this weight. A
-conversation whose tokens are all context, or are trained only by their own `weight` or `train_ranges`, therefore does
+A dataset has no column for the weight of a record: only the tokens that are trained by role have this weight. If all
+tokens of a conversation are context, or are trained only by their own `weight` or `train_ranges`, the conversation does
 not contain the weight of its record. Blocks and rows made by `--fit windows` contain parts of conversations, so another
 part of the conversation may contain the weight.
 """

@@ -201,7 +201,7 @@ class ControlEncoder:
             return engine
 
     def _sections_agree(self) -> bool:
-        """Whether encoding by sections gives the same ids as encoding as a whole, for texts around a sample of the control
+        """Whether encoding by sections and encoding as a whole give the same ids for texts around a sample of control
         tokens.
         """
         texts = [text for text in PROBE if not any(token in text for token in self.ids)]

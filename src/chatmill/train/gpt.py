@@ -1,8 +1,8 @@
 """chatmill's own GPT, with pre-RMSNorm, rotary position embeddings, grouped-query attention and SwiGLU.
 
 Parameters keep the dtype that they were created with. Hidden states have `compute` precision, or float32 if `compute`
-is None. Weights are cast to this precision when they are used. With float32 parameters and bfloat16 compute, the model
-trains in mixed precision with float32 master weights.
+is None. Weights are cast to the precision of the hidden states when they are used. With float32 parameters and bfloat16
+compute, the model trains in mixed precision with float32 master weights.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ def draw_weights(model: GPT, parameters: Mapping[str, Tensor], seed: int) -> Ite
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for module in model.modules():
-            # Creating a `GPT` first runs the default initialization of its layers. Repeat it and discard the results,
-            # so that the weights below get the same random values.
+            # Creating a `GPT` first runs the default initialization of its layers. Repeat this initialization and
+            # discard the results, so that the weights below get the same random values.
             if isinstance(module, nn.Embedding):
                 nn.Embedding(module.num_embeddings, module.embedding_dim)
             elif isinstance(module, nn.Linear):
@@ -278,7 +278,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, sizes: GPTSizes) -> None:
         super().__init__()
-        # Merging these two matrix products would save less time than concatenating their gradients would cost.
+        # Merging the matrix products of gate and up would save less time than concatenating their gradients would cost.
         self.gate = Linear(sizes.n_embd, sizes.ffn)
         self.up = Linear(sizes.n_embd, sizes.ffn)
         self.down = Linear(sizes.ffn, sizes.n_embd)
@@ -310,8 +310,8 @@ class Norm(nn.Module):
 
 
 class KVCache:
-    """Key-value cache for generation: one tensor (2, rows, slots, heads, size) per layer. A token's slot is its
-    position.
+    """Key-value cache for generation: one tensor (2, rows, slots, heads, size) per layer. The slot of a token is its
+    position in the row.
 
     Rows are right-padded: slots after the end of a row are masked and are overwritten later.
     """
