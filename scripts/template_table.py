@@ -50,9 +50,9 @@ AFTER = "{} *after*"
 BEFORE = "{} *before*"
 MORE = "not {}, *written*"
 LEGEND = """The last column lists the tokens on which the two masks differ.
-*after* marks a token after the end of the turn. Only the tagged version trains on it.
-*before* marks a token that is part of the prompt. Only the tagged version trains on it.
-*written* marks a token that the model has to generate so that a server stops. Only chatmill trains on it."""
+*after*: the token comes after the end of the turn, and only the tagged version trains on the token.
+*before*: the token is part of the prompt, and only the tagged version trains on the token.
+*written*: the model has to generate the token so that a server stops, and only chatmill trains on the token."""
 
 
 class Line(NamedTuple):
