@@ -196,8 +196,8 @@ CUT = Trial(
 )
 PARTIAL = Trial(
     "interrupted copies",
-    "Interrupts a copy of a dataset after any number of files. Opening and verifying must fail. A copy without any "
-    "of the files that only chatmill writes may open, if its files are consistent",
+    "Interrupts a copy of a dataset after any number of files. Opening or verifying an incomplete copy must fail, "
+    "unless the copy looks like a dataset from another program",
     partial,
     full=2_000,
     short=40,
@@ -205,8 +205,8 @@ PARTIAL = Trial(
 )
 DESCRIPTORS = Trial(
     "few file descriptors",
-    f"Mixes {SOURCES} sources of many shards with 6 and with 64 free file descriptors. The batches must be the same "
-    "as without the limit",
+    f"Mixes {SOURCES} sources with many shards each, with only 6 or 64 free file descriptors. The batches must be the "
+    "same as without the limit",
     descriptors,
     full=256,
     short=24,

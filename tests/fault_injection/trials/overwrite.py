@@ -295,7 +295,7 @@ def old_dataset_that_cannot_be_removed(rounds: Rounds, tally: Tally) -> None:
 TRIAL = Trial(
     "unlisted files in a replaced folder",
     "Puts notes, repositories, models, links and other files into a folder that a command replaces, before or "
-    "during the command. The command must refuse with a one-line error, or keep the files and print a warning",
+    "during the command. The command must stop with a one-line error, or keep the files and print a warning",
     work,
     full=64,
     short=5,

@@ -165,9 +165,9 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "killed Ray worker or cluster",
-    "Kills a worker that is processing a unit. Another worker must process it, and the dataset must have the same "
-    "bytes as a local build. Also kills a node of the cluster. The build must end with a one-line error, and the "
-    "resumed build must give the same bytes",
+    "Kills a worker that is processing a unit. Another worker must process the unit, and the dataset must have the "
+    "same bytes as a local build. If a node of the cluster is killed instead, the build must end with a one-line "
+    "error, and the resumed build must give the same bytes",
     work,
     full=5,
     short=1,

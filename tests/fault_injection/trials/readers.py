@@ -123,8 +123,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "mutated input",
-    f"Reads broken records in each of {len(SHAPES)} record layouts. Each input must give a record that its bytes "
-    "contain, or a one-line error with the location and the problem",
+    f"Reads broken records in each of {len(SHAPES)} record layouts. Each input must give a record with only "
+    "text from the input, or a one-line error with the location and the problem",
     work,
     full=10_000,
     short=400,

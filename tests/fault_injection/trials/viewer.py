@@ -275,8 +275,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 TRIAL = Trial(
     "hostile viewer requests",
     "Sends valid and hostile requests to `chatmill view` at the same time. Every valid request must get the right "
-    "response, and the others must be refused. Threads, memory and file descriptors must return to their earlier "
-    "level",
+    "response, and every hostile request must be refused. The numbers of threads and file descriptors and the memory "
+    "use must return to their earlier levels",
     work,
     full=5000,
     short=40,
