@@ -208,7 +208,7 @@ class Rows:
         return np.repeat(values, self.spans["length"])
 
     def weights(self) -> NDArray[np.float32]:
-        """Return the loss weight of each token; 0 is context."""
+        """Return the loss weight of each token; 0 means context."""
         return self.per_token(self.spans["weight"])
 
     def mask(self) -> NDArray[np.bool_]:

@@ -188,7 +188,7 @@ def _rendered(messages: list[Message], format: ChatFormat, tokenizer: TextTokeni
 
 
 class _TextTokenizerAdapter:
-    """Lets `TurnRenderer` use a tokenizer that has only `encode` and `special_token_ids`."""
+    """An adapter that lets `TurnRenderer` use a tokenizer that has only `encode` and `special_token_ids`."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer

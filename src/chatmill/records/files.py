@@ -182,7 +182,7 @@ def _remote_matches(url: Url) -> list[Place]:
 
 
 def _parts(url: Url) -> list[str]:
-    """Return the parts of a URL; sorting by them orders objects like the files in a folder."""
+    """Return the components of a URL, as a sort key that orders objects like the files in a folder."""
     return str(url).rstrip("/").split("/")
 
 

@@ -110,7 +110,7 @@ class InputFiles:
 def _states(paths: Iterable[Place]) -> dict[Place, _State | objects.ObjectInfo]:
     states: dict[Place, _State | objects.ObjectInfo | None] = dict.fromkeys(paths)
     urls = [path for path in states if isinstance(path, Url)]
-    # With in-memory objects, this process may fork later, so it must not start threads.
+    # Start no threads if all URLs are memory:// URLs, because the process may fork later.
     infos = in_threads(_object_state, urls, here=all(url.scheme == "memory" for url in urls))
     states |= dict(zip(urls, infos, strict=True))
     return {path: state or _state(path) for path, state in states.items()}  # type: ignore[arg-type]

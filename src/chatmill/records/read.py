@@ -154,7 +154,7 @@ def plan_files(
         raise UsageError(f'unknown shape "{shape}"; expected {", ".join(SHAPES)}')
     options.column_map()
     options.templates()
-    # Inspecting an object takes several requests, so use threads. With in-memory objects, use no threads, because the
+    # Inspecting an object takes several requests, so use threads. For memory:// URLs, use no threads, because the
     # process may fork later.
     parts = in_threads(
         lambda path: _planned(path, shape, source, options, max_line_bytes, stops=on_error == "stop"),

@@ -24,7 +24,7 @@ from chatmill.remote.objects import RemoteError
 from chatmill.remote.urls import Place
 
 TABLE_ROWS = 256
-"""Rows per decoded batch; fewer for tables with images."""
+"""Maximum number of rows per decoded batch; batches of tables with images have fewer rows."""
 ARROW_FILE = b"ARROW1"
 """Magic bytes of the Arrow file format."""
 STREAM_END = bytes(4)

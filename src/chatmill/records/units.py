@@ -25,7 +25,7 @@ _CHUNK = 1 << 18
 BLOCK = 1 << 18
 """Block size in bytes; a block fits in the CPU cache."""
 WIDE_BLOCK = 1 << 20
-"""Block size for columns, which are faster in larger blocks."""
+"""Block size in bytes when lines are parsed into columns, which is faster with larger blocks."""
 LINE_END_BYTES = 1 << 16
 """Bytes per request when searching an object for the end of a line."""
 _SPACE = b" \t\r\n"

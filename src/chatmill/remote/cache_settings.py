@@ -20,7 +20,7 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "m
 
 
 def configure(folder: str | None, size: int | str | None) -> None:
-    """Set the folder and maximum size of the cache for this process and its children; None changes nothing."""
+    """Set the folder and maximum size of the cache for this process and its children; None keeps a setting."""
     if folder is not None:
         os.environ[FOLDER] = str(local_path(folder))
     if size is not None:

@@ -76,7 +76,7 @@ def match_equal(predicted: Sequence[Any], truth: Sequence[Any]) -> Matching:
 
 
 def overlaps(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]]) -> Floats:
-    """Return the IoU of each pair of objects. A shape without area overlaps only an equal shape."""
+    """Return the IoU of each pair of objects. A point or line has no area and overlaps only with an equal object."""
     out = np.zeros((len(predicted), len(truth)))
     mine, true, overlap = _near_overlaps(predicted, truth)
     out[mine, true] = overlap
@@ -151,7 +151,7 @@ def _polygon_overlaps(
     corners = np.fromiter(chain.from_iterable(ring for ring, _ in rings), np.float64).reshape(-1, 2)
     shapes = shapely.polygons(shapely.linearrings(corners, indices=of_ring))
     area = shapely.area(shapes)
-    # Polygons that intersect themselves follow the even-odd rule.
+    # Repair self-intersecting polygons, so that their area follows the even-odd rule.
     doubtful = [at for at, (_, is_simple) in enumerate(rings) if not is_simple or not area[at]]
     if doubtful:
         shapes[doubtful] = shapely.make_valid(shapes[doubtful])

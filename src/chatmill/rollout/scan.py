@@ -27,7 +27,7 @@ except ImportError:  # pragma: no cover
 
 STOP_TEXTS = ("<|im_end|>",)
 
-# Matches a brace, a bracket, or a string, closed or not, with an optional colon after it.
+# Matches a brace, a bracket, or a closed or unclosed string with an optional colon after it.
 _LEXEME = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+\\?)("?)([ \t\n\r]*+:)?|[{}\[\]]', re.DOTALL)
 # Matches everything up to the next brace outside a string.
 _TO_BRACE = re.compile(rb'[^"{}]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}]*+)*+', re.DOTALL)
@@ -75,7 +75,7 @@ class Scan:
     data: bytes
     """The bytes of the rollout before the stop token or stop text."""
     token_start: Index
-    """The byte offset of each token, and of the end."""
+    """The byte offset of each token, followed by the total number of bytes."""
     root: int
     """The byte offset of the opening brace; -1 if the rollout has no root object."""
     entries: tuple[ParsedEntry, ...]

@@ -58,7 +58,7 @@ class Vocabulary:
         return list(map(self._pieces.__getitem__, ids))
 
     def decode(self, ids: Index) -> tuple[bytes, Index]:
-        """Return the bytes of the ids before the first unknown id, and the byte offsets of the ids and of the end."""
+        """Return the bytes of the ids before the first unknown id, and the byte offset of each id, then the end."""
         places = ids + 1
         size = self._size.take(places, mode="clip")
         if size.min(initial=0) < 0:
@@ -117,7 +117,7 @@ class Vocabulary:
         return [self._made_exact(of_text, text) for of_text, text in zip(encoded, texts, strict=True)]
 
     def starts(self, ids: Sequence[int]) -> Index:
-        """Return the byte offset of each token, and of the end."""
+        """Return the byte offset of each token, followed by the total number of bytes."""
         return sizes_to_starts([piece or b"" for piece in self.pieces(ids)])
 
     def cut(self, kept: bytes) -> list[int] | None:
@@ -196,7 +196,7 @@ def id_array(ids: Sequence[int] | Index) -> Index:
 
 
 def sizes_to_starts(pieces: Sequence[bytes]) -> Index:
-    """Return the offset of each piece, and of the end."""
+    """Return the offset of each piece, followed by the total number of bytes."""
     return offsets(np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)))
 
 

@@ -21,8 +21,8 @@ LABEL_LINES = 3
 
 
 def tag(name: str, *children: str, **attributes: object) -> Markup:
-    """Return an element with escaped text and values. In attribute names, `_` becomes `-`, and a trailing `_` is
-    removed.
+    """Return a markup element with escaped text and attribute values. In attribute names, `_` becomes `-`, and a
+    trailing `_` is removed.
     """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-") if key != "viewBox" else key}="{escape(_short(value))}"'

@@ -34,7 +34,7 @@ class Why(StrEnum):
     OTHER_IDS = "different tokens for an unknown reason"
     END = "the end of an answer, which TRL does not train on: the model does not learn to stop"
     ANSWER = "text of an answer outside the generation tags"
-    CHARACTER = "the last bytes of a character at the end of generation tags, which transformers leaves out of the mask"
+    CHARACTER = "the last bytes of the last character inside generation tags, which transformers leaves out of the mask"
     REASONING = "reasoning of an answer outside the generation tags"
     TOOL_CALL = "a tool call outside the generation tags"
     HEADER = "the header of an answer, which is part of the prompt"

@@ -248,7 +248,7 @@ def _defines_tools(row: Rows, span: SpanView, text: TokenText) -> bool:
 
 
 def preview(row: Rows, text: TokenText, limit: int = 80) -> str:
-    """Return the beginning of the first user message, or of other text if there is none, in one line."""
+    """Return the beginning of the first user message on one line; without a user message, use other text."""
     spans = row.spans
     is_text = np.isin(spans["part"], (Part.CONTENT, Part.PREFIX, Part.VALUE))
     for chosen in (is_text & (spans["role"] == Role.USER), is_text, np.ones(len(spans), dtype=np.bool_)):

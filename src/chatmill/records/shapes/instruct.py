@@ -24,7 +24,7 @@ def _alpaca_messages(record: KeyReader) -> list[Message]:
 
 
 def _exchange(record: KeyReader, context_key: str, answer_key: str) -> list[Message]:
-    """Return the instruction, followed by a blank line and its context, and the answer."""
+    """Return a user message, with the instruction and its context, and an assistant message with the answer."""
     instruction = record.text("instruction")
     context = record.optional_text(context_key)
     question = "\n\n".join(part for part in (instruction, context) if part)
