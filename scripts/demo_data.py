@@ -1,12 +1,12 @@
 """Generate the demo's data: conversations at the desk of a lost property office.
 
-Visitors ask where something is kept, when the office is open, or whether something was found. To answer the last
-kind of question, the clerk calls a tool. The facts never change, and every question has several wordings.
+Visitors ask where something is kept, when the office is open, or whether something was found. To find out whether
+something was found, the clerk calls a tool. The facts never change, and every question has several wordings.
 
 In the training conversations, a careless reply (`Next, please!`) and a complaint precede two out of three answers.
 Careless replies have weight 0, so the model does not learn them. A model that is trained on every token also learns
-them. Held-out conversations have no careless replies. A fifth of all combinations of a wording and a subject are held
-out, and never occur in training.
+the careless replies. Held-out conversations have no careless replies. A fifth of all combinations of a wording and a
+subject are held out, and never occur in training.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python scripts/demo_table.py with_mask.json without_mask.json
 
-Both files are outputs of `chatmill eval --json`. The script exits with 1 if a target is missed: there must be at least
-200 questions, and the first model must answer at least 70 percent of them exactly, end at least 99 percent of its
+The two files are outputs of `chatmill eval --json`. The script exits with 1 if a target is missed: there must be at
+least 200 questions, and the first model must answer at least 70 percent of them exactly, end at least 99 percent of its
 answers, and be at least 30 points better than the second.
 """
 

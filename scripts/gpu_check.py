@@ -2,8 +2,8 @@
 
 Each variant trains, stops halfway, and resumes from its checkpoint. The losses must be close to those of float32 on the
 CPU, and no step may make the host wait for the GPU. The script requires numpy, torch, safetensors and one GPU, and runs
-for half a minute. With transformers and peft, it also checks Hugging Face models and LoRA; with bitsandbytes, also
-QLoRA.
+for half a minute. If transformers and peft are installed, the script also checks Hugging Face models and LoRA; if
+bitsandbytes is installed, it also checks QLoRA.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     further   the same fine-tuning for more steps: rows are true answers
     matching  rollout matching: a share of the rows are the model's own answers, completed
 
-Both ways use `train_rollouts` with the same number of steps, loss and learning rate.
+`further` and `matching` use `train_rollouts` with the same number of steps, loss and learning rate.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Setting:
     scenes: int = 12_000
     """Number of training scenes in each stage."""
     stage_1: float = 0.5
-    """Fraction of `first` after which stage 2 starts."""
+    """Fraction of the `first` steps after which stage 2 starts."""
     first: int = 2000
-    """Number of steps in a complete stage 1."""
+    """Number of steps in stage 1 if `stage_1` is 1."""
     saves: int = 4
     """Number of checkpoints in stage 1."""
     then: int = 300
@@ -198,7 +198,7 @@ def score(model_or_run: Path, folder: Path) -> Scores:
         objects = target.valid_objects
         of_answer = score_objects(objects, truth.objects)
         total = total.plus(of_answer)
-        # A box that is correct on its own, but not when all boxes are matched together, duplicates another box.
+        # A box that matches a true object alone, but not when all boxes are matched one to one, is a duplicate.
         alone = sum(score_objects([thing], truth.objects).correct for thing in objects)
         duplicates += alone - of_answer.correct
         valid += answer[-1] == task.eos_id and is_json(task.tokenizer.decode(answer[:-1]))

@@ -1,4 +1,4 @@
-"""Measure when rollout matching pays off. Each setting changes one factor; its control continues the fine-tuning.
+"""Measure when rollout matching pays off. Each setting changes one factor; the control continues to fine-tune.
 
     python examples/detect/study.py run --out runs/study --seeds 0 1 2 --processes 14
     python examples/detect/study.py run --out runs/shown --seeds 3 4 5 6 7 --processes 14 --shown
@@ -206,8 +206,8 @@ COLUMNS = {
 def table_lines(results: list[dict[str, Any]], by: str, seeds: list[int] | None) -> Iterable[str]:
     """Yield a table of settings: mean scores, and paired differences from the control with their 95 % intervals.
 
-    `tokens` is the number of trained tokens relative to the control. `before` is the metric `by` after stage 1, and
-    `further` is this metric for the control.
+    `tokens` is the number of trained tokens relative to the control. `before` is the mean of the metric `by` after
+    stage 1, and `further` is its mean for the control.
     """
     chosen = [line for line in results if seeds is None or line["seed"] in seeds]
     controls = {(line["kind"], line["seed"]): line for line in chosen if line["name"] == "control"}
