@@ -4,8 +4,8 @@
     tokens:   rendered + repeated + injected + padding = stored + truncated + dropped
     rows:     rendered + repeated = stored + dropped        (a row here is a conversation, packed or not)
 
-Functions that render, truncate, drop or store rows add to the ledger. It is merged across processes and written next to
-the data.
+Functions that render, truncate, drop or store rows add to the ledger. The ledger is merged across processes and written
+next to the data.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Bucket = Literal[
 ]
 BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
 MAX_REASONS = 1000
-"""Maximum number of reasons per bucket; further reasons count as `OTHER`."""
+"""Maximum number of reasons per bucket; further reasons are counted as `OTHER`."""
 OTHER = "other"
 MAX_NAMES = 200
 """Maximum number of reasons that differ only in a name taken from the data, such as `unread_key NAME`. Further names
-are counted together, so that other reasons still have room.
+are counted under one reason, so that they do not use up `MAX_REASONS`.
 """
 OTHER_NAMES = "(other keys)"
 UNREAD_KEY = "unread_key "
 """Prefix of the reason for a record key that is not read; the name of the key follows."""
-# "noted" counts rows that were kept but deserve attention, such as those with a truncated answer. It is not part of any
-# balance.
+# "noted" counts rows that were kept but deserve attention, such as rows with a truncated answer. "noted" is not part of
+# any balance.
 BALANCES: tuple[tuple[str, str, tuple[Bucket, ...], tuple[Bucket, ...]], ...] = (
     ("records", "rows", ("read",), ("rejected", "filtered", "rendered")),
     ("rows", "rows", ("rendered", "repeated"), ("stored", "dropped")),

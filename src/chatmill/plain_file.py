@@ -1,6 +1,7 @@
 """Check local paths and read untrusted files safely: only regular files of a bounded size, without blocking.
 
-Opening a FIFO waits for a writer, and reading a device may never end. The functions here raise an `OSError` instead.
+Opening a FIFO waits for a writer, and reading a device may never end. The functions in this module raise `OSError` for
+FIFOs and devices.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def test_order_counts_only_episodes_that_are_long_enough(run, dataset):
         (["--seed", "-1"], "epoch_seed is -1"),
         (["--find", "100000"], "no episode 100000 in train; expected 0 to "),
         (["--mode", "random", "--find", "1"], "samples with replacement"),
-        (["--mode", "random", "--epoch", "1"], "the order random has no epochs"),
+        (["--mode", "random", "--epoch", "1"], 'the order "random" has no epochs'),
         (["--split", "test"], "has no split test"),
     ],
 )

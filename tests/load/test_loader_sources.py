@@ -154,7 +154,7 @@ def test_sources_of_different_tokenizers_are_refused(tmp_path):
 
 def test_a_folder_without_a_dataset_or_caches_is_refused(tmp_path):
     with pytest.raises(
-        DataError, match=r"is not a dataset .* or a folder of caches; expected a folder that chatmill prepare or "
+        DataError, match=r"is neither a dataset .* nor a folder of caches; expected a folder that chatmill prepare or "
     ):
         EpisodeLoader(tmp_path, SMALL)
     with pytest.raises(DataError, match="no such folder"):

@@ -174,7 +174,7 @@ def test_invalid_arguments_of_orders_are_one_error_line():
         (lambda: epoch.block(0, 8, 12), "position is 11; expected 0 to 9"),
         (lambda: epoch.block(0, -1, 2), "position is -1; expected 0 to 9"),
         (lambda: epoch.find(0, 10), "episode is 10; expected 0 to 9"),
-        (lambda: random.block(1, 0, 1), "the order random has no epochs"),
+        (lambda: random.block(1, 0, 1), 'the order "random" has no epochs'),
         (lambda: random.find(0, 3), "samples with replacement"),
     ]:
         with pytest.raises(UsageError, match=line):

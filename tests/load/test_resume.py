@@ -223,7 +223,7 @@ def test_a_state_is_accepted_if_only_the_batch_layout_changed(places):
 
 def test_a_state_of_another_dataset_is_refused(places, tmp_path):
     other = write_rows(tmp_path / "other", {"train": talks(9, 53)})
-    with pytest.raises(UsageError, match=r"the dataset was [0-9a-f]{12}…, but is now [0-9a-f]{12}…"):
+    with pytest.raises(UsageError, match=r"the dataset hash was [0-9a-f]{12}…, but is now [0-9a-f]{12}…"):
         EpisodeLoader(other, BASE).load_state_dict(Ranks(places, {}, 1).state())
 
 

@@ -199,7 +199,7 @@ def checkpoint(weighted, model_folder, tmp_path):
 
 def test_a_run_on_other_data_or_in_another_order_does_not_resume(checkpoint, plain, weighted, model_folder):
     for data, config, fault in (
-        (plain, PACKED, "the dataset was"),
+        (plain, PACKED, "the dataset hash was"),
         (weighted, UNPACKED, 'packing was "bins", but is now "none"'),
         (weighted, {**PACKED, "epoch_seed": 1}, "epoch_seed was 1337, but is now 1"),
     ):

@@ -5,9 +5,9 @@
 The text is surrounded by the tokens that the tokenizer itself adds. If the tokenizer adds no end token, the text ends
 with the EOS token of the tokenizer folder.
 
-A prompt and its completion are encoded separately, so that the prompt has the same tokens as at inference. Some
-tokenizers add a space before every text. With those, the prompt and its completion are encoded as one text, and a token
-that spans the boundary is not trained on.
+A prompt and its completion are encoded separately, so that the prompt has the same tokens as at inference. If the
+tokenizer adds a space before every text, the prompt and its completion are encoded as one text, and a token that spans
+the boundary is not trained on.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _around(file: Path) -> tuple[list[str], list[str]]:
         tokenizer = Tokenizer.from_file(str(file))
         plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a")
     except Exception:
-        # Opening the tokenizer later raises a precise error.
+        # Ignore the error here, because opening the tokenizer later raises a more precise error.
         return [], []
     start = next((at for at in range(len(whole.ids)) if whole.ids[at : at + len(plain)] == plain), 0)
     return whole.tokens[:start], whole.tokens[start + len(plain) :]

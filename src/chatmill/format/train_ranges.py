@@ -4,8 +4,9 @@
     tokens     The  answer  is 4 .
     weight     own    0     own
 
-A token gets the lowest weight of its characters. If ranges with positive weights cover only some of its characters,
-the role of the message determines the weight. The ledger counts tokens whose characters have different weights.
+A token gets the lowest weight of its characters. If ranges with positive weights cover only some characters of a token,
+the role of the message determines the weight of the token. The ledger counts tokens whose characters have different
+weights.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def token_weights(weights: CharWeights, places: TokenPlaces) -> TokenWeights:
 def spelled_places(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> TokenPlaces | None:
     """Return the start and end of each token in the UTF-8 bytes of a text, or None if the tokens do not spell the text.
 
-    If the tokenizer adds a space before the text, the space counts as part of the first character.
+    If the tokenizer adds a space before the text, the space is treated as part of the first character.
     """
     pieces = tokenizer.pieces(ids)
     spelled, data = b"".join(pieces), text.encode()

@@ -7,7 +7,8 @@ Each message consists of the following pieces:
 
 `begin` precedes the first message of a conversation, and `end` follows the last. Only the ids of bodies vary, and all
 bodies of a chunk are encoded in one call. The text between two control tokens is encoded as a whole. Only the assistant
-header is encoded separately from the body. A prompt ends with this header, so a prompt's ids are a prefix of the row.
+header is encoded separately from the body. A prompt ends with the assistant header, so the ids of a prompt are a prefix
+of the row.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
             optimizer.zero_grad()
 
 Each rank reads its own rows, so do not pass the loader to `accelerator.prepare`. `accelerator.save_state()` saves the
-position in the data. `load_state()` restores this position, even on a different number of ranks.
+position in the data. `accelerator.load_state()` restores the position, even with a different number of ranks.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     y          b c d e      labels        - b c d e      - is -100
     positions  0 1 0 1      position_ids  0 1 0 1 2
 
-A row of `input_ids` has one more token than a row of `x`: the target at the last position. If the model is not trained
-on this target, the last token is padding.
+A row of `input_ids` has one more token than a row of `x`: the target at the last position. If the target at the last
+position is not trained, the last token is padding.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class RunCallback(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Close the audit log. The trainer closes it at the end of a run, but not after an exception."""
+        """Close the audit log. The trainer closes the log at the end of a run, but not after an exception."""
         if (audit := self.rows.open_audit) is not None:
             self.rows.open_audit = None
             audit.close()

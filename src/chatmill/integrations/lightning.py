@@ -50,8 +50,8 @@ class EpisodeDataModule(LightningDataModule):
 
     A batch is a dict of `step_weight` and the columns from `causal_lm_columns`, or a `WeightedBatch` if `columns` is
     false. `causal_lm_loss` divides the loss by `step_weight`. In training, `step_weight` is the total weight of a step
-    divided by its number of batches on all ranks. In validation, it is the total weight of the batch. `flatten`
-    concatenates the rows of a batch, as FlashAttention requires for packed rows.
+    divided by its number of batches on all ranks. In validation, `step_weight` is the total weight of the batch.
+    `flatten` concatenates the rows of a batch, as FlashAttention requires for packed rows.
 
     One trainer epoch is one epoch of the dataset. With `limit_train_batches`, each trainer epoch continues where the
     previous epoch stopped. With `audit_dir`, rank 0 writes an audit log to this folder.
@@ -229,7 +229,7 @@ class EpisodeDataModule(LightningDataModule):
             )
 
     def _check_epochs(self) -> None:
-        """Reject epochs of different lengths, because Lightning assumes that all have the same length."""
+        """Reject epochs of different lengths, because Lightning assumes that all epochs have the same length."""
         trainer, windows = self.trainer, self.plan.num_windows()
         by_epochs = trainer.max_steps == -1 and not isinstance(trainer.limit_train_batches, int)
         # If the dataset fits in one packing window, all epochs have the same number of rows.

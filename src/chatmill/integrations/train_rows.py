@@ -6,7 +6,7 @@
     row of step    0 1 4 5 2 3 6 7   0 1 …        each rank has the same rows as with an EpisodeLoader
 
 If a trainer reads the rows in order and assigns batches to ranks in turn, each step has the same rows as in
-`chatmill train`. Any other order is rejected.
+`chatmill train`. `TrainRows` raises an error if rows are read in any other order.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class TrainRows(Dataset[ModelInputs]):
     `DataLoader` must read batches of equal size in order, without shuffling. Rank b % world_size must read batch b, as
     with Accelerate.
 
-    Rows with token weights other than 1 are rejected unless `weights_in_labels` is true. In that case,
-    `columns.weighted_labels` encodes the weights in the labels, and `hf.weighted_loss` decodes them. The weights of a
-    step add up to its number of labels, because trainers divide the loss by that number.
+    Rows with token weights other than 1 are rejected unless `weights_in_labels` is true. If `weights_in_labels` is
+    true, `columns.weighted_labels` encodes the weights in the labels, and `hf.weighted_loss` decodes them. The weights
+    of a step add up to its number of labels, because trainers divide the loss by that number.
 
     With `audit_dir`, `hf.RunCallback` writes an audit log to this folder.
 
@@ -244,7 +244,7 @@ class EvalRows(Dataset[ModelInputs]):
         return self._read(first)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the plan and its caches."""
+        """Return the state for pickling, without the plan and its caches."""
         return {name: value for name, value in vars(self).items() if name != "plan"}
 
     @cached_property

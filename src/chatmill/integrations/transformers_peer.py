@@ -45,7 +45,7 @@ class TransformersPeer:
         source = self._renderer.templates[bool(record.tools)].source
         options = {"tools": given.tools, "chat_template": source, **self._renderer.arguments}
         ids = self._ask([messages, options])
-        # If transformers rejects the record, the empty list counts as a difference.
+        # If transformers rejects the record, return an empty list, so that the comparison reports a difference.
         return ids if isinstance(ids, list) else []
 
     def __enter__(self) -> TransformersPeer:

@@ -1,6 +1,6 @@
 """Prepare records with TRL's own code, to compare the rows with chatmill's.
 
-TRL executes chat templates, which are untrusted code. Therefore it runs in a separate process with resource limits, and
+TRL executes chat templates, which are untrusted code, so TRL runs in a separate process with resource limits, and
 without access to files or the network.
 """
 

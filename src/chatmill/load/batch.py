@@ -168,7 +168,7 @@ class RowTable:
             located.dtype,
         )
 
-        # Describe segments as runs of x, which does not include the last token of a row.
+        # Convert segments to runs of positions in x, which does not include the last token of a row.
         self._first_segment = spans.first_segment[first]
         self._num_segments = np.diff(self._first_segment)
         self._row = np.repeat(np.arange(len(filled)), self._num_segments)
@@ -184,8 +184,8 @@ class RowTable:
         self._x_length = np.minimum(stop, block_size) - np.minimum(start, block_size)
         self._x_segment = inputs.put(self._number, self._num_segments).astype(np.int32)
 
-        # Describe spans as runs of y. The first token of a segment is a separate run without loss. At the start of a
-        # row, this run is empty, because no token of x predicts the first token.
+        # Convert spans to runs of positions in y. The first token of a segment is a separate run without loss. At the
+        # start of a row, this run is empty, because no token of x predicts the first token.
         border, not_empty = spans.segment_first[:-1], size > 0
         length = spans.length.copy()
         length[border[not_empty]] -= 1
@@ -251,8 +251,8 @@ class RowTable:
 def collate(rows: Rows, *, pad_token_id: int, length: int | None = None) -> Batch:
     """Collate rows into one batch, padded on the right to `length` tokens or to the longest row.
 
-    Because labels are shifted by one, x and y are one position shorter than the padded rows. `episode_ids` are row
-    indices.
+    Because labels are shifted by one, x and y are one position shorter than the padded rows. `episode_ids` contains the
+    index of each row in `rows`.
 
     >>> renderer = chatmill.open_renderer("chatml", "bytes")
     >>> chat = [chatmill.Message("user", "2+2?"), chatmill.Message("assistant", "4")]
@@ -289,7 +289,9 @@ class _PaddedRuns:
     """
 
     def __init__(self, first: Index, borders: Index | None = None) -> None:
-        """`borders` are the indices of runs whose values `put` sets separately; padding runs also have an index."""
+        """`borders` contains the indices of runs that get a separate value in `put`; the indices also count padding
+        runs.
+        """
         self.edges = offsets(np.diff(first) + 1)
         self._padding, self._borders = self.edges[1:] - 1, borders
         self._real = np.ones(self.edges[-1], dtype=np.bool_)

@@ -18,7 +18,7 @@ from chatmill.load.stored_rows import look_up, row_table
 from chatmill.rows import Index
 
 LOOKUP_POSITIONS, CHUNK_POSITIONS = 1 << 21, 1 << 15
-"""Maximum number of positions of x to look up together, and to copy as one chunk. A batch is never divided."""
+"""Maximum number of positions of x to look up together, and to copy as one chunk. A single batch is never split."""
 LOOKUP_BATCHES = 256
 """Maximum number of batches that are looked up together."""
 BYTES_PER_POSITION = 30
@@ -70,7 +70,7 @@ class BatchBuilder:
             yield from chunk
 
     def chunks(self, steps: Iterator[PlannedStep]) -> Iterator[list[ReadyBatch]]:
-        """Yield the batches of these steps, in lists of batches that were built together."""
+        """Yield the batches of the given steps, in lists of batches that were built together."""
         config, size = self.plan.config, self.num_rows
         positions = size * config.block_size
         per_lookup = min(LOOKUP_BATCHES, max(1, LOOKUP_POSITIONS // positions))

@@ -1,7 +1,7 @@
 """Check that a dataset consists of stream blocks, as post-training requires.
 
 In post-training, the model is trained on an answer only if a complete user turn precedes it in the same row. The loader
-would truncate rows of a different size, and rows that are not blocks may start anywhere.
+would truncate rows of more than block_size + 1 tokens, and rows that are not blocks may start in the middle of a turn.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def _other_rows(dataset: Dataset, block_size: int) -> str | None:
 
 
 def _trained_on(config: Mapping[str, Any]) -> set[Any]:
-    """Return all values of `train_on` in a dataset's config. Reweighing replaces the values of the sources."""
+    """Return all values of `train_on` in a dataset's config. For a reweighed dataset, ignore the values of its
+    sources.
+    """
     chosen = {config.get("train_on")}
     if "reweighed_from" not in config:
         sources = config.get("sources")

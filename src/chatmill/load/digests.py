@@ -1,8 +1,8 @@
 """Compute the row digests of a batch for the audit log.
 
-`sha256_rows` hashes only the data that determines a row, a third of its bytes. `blake2b_rows` hashes all bytes; logs of
-earlier versions use it. `_batch.c` computes the same digests as `sha256_rows` while it writes the rows. Digests of
-rows, ranks or steps are combined by addition, modulo 2^64 in each column.
+`sha256_rows` hashes only the data that determines a row, which is a third of its bytes. `blake2b_rows` hashes all
+bytes; logs of earlier versions use it. `_batch.c` computes the same digests as `sha256_rows` while it writes the rows.
+Digests of rows, ranks or steps are combined by addition, modulo 2^64 in each column.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def sha256_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
     """Hash each row with its step, its position in the global batch, and its episodes.
 
     A trained position nearly always has the next token as its label, and weight 1. The hash covers the tokens, one bit
-    for each position (whether the position has a label), and the exceptions: other labels and other weights.
+    for each position (whether the position has a label), and the exceptions: labels other than the next token, and
+    weights other than 1.
     """
     tokens, labels = batch.x, batch.y
     has_label = labels != IGNORE_INDEX

@@ -1,4 +1,4 @@
-"""The loader returns the batches of a dataset for one rank. Its position can be saved and restored.
+"""The loader returns the batches of a dataset for one rank. The position of the loader can be saved and restored.
 
     loader = EpisodeLoader("data/v1", "config.json")
     for batch in loader: …
@@ -128,7 +128,7 @@ class EpisodeLoader(IterableDataset):
         self._counts: dict[str, BatchCounts] = {}
         self._streams: dict[str, BatchStream] = {}
         self._prefetches: dict[str, Prefetch] = {}
-        """Downloads for datasets at URLs."""
+        """The running downloads of datasets at URLs, by split."""
         self._skip: int | None = None
         """In a DataLoader worker, the number of batches to skip before the next batch, or None before the first batch.
         """
@@ -196,7 +196,7 @@ class EpisodeLoader(IterableDataset):
         return self._cursors.get(split or self.split, Cursor())
 
     def counts(self, split: str | None = None) -> BatchCounts:
-        """Return the counts of all rows of a split that this rank has returned."""
+        """Return the counts of the rows that this rank has returned so far for a split."""
         return self._counts.get(split or self.split, BatchCounts())
 
     # Batches.
@@ -333,8 +333,8 @@ class EpisodeLoader(IterableDataset):
         return state if worker is None else {**state, "worker": worker}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state, with any number of ranks. Raise `UsageError` if the dataset or the order of episodes
-        differs.
+        """Resume from a state, with any number of ranks. Raise `UsageError` if the state was saved with a different
+        dataset or order of episodes.
         """
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != STATE_VERSION:
@@ -389,7 +389,7 @@ def _differences(state: Mapping[str, Any], dataset_sha256: str, order: Mapping[s
     faults = []
     if state.get("dataset_sha256") != dataset_sha256:
         saved = one_line(str(state.get("dataset_sha256")), 12)
-        faults.append(f"the dataset was {saved}, but is now {one_line(dataset_sha256, 12)}")
+        faults.append(f"the dataset hash was {saved}, but is now {one_line(dataset_sha256, 12)}")
     theirs = state.get("config")
     if not isinstance(theirs, Mapping) or state.get("config_sha256") != order_sha256(theirs):
         return [*faults, "the config does not match its hash"]

@@ -1,7 +1,8 @@
 """Mix several sources: select a source for each position, and order its episodes.
 
-Weights are converted to integers. Their sum is the period of a table that maps every position to a source. Shares
-therefore do not drift, and no state is needed. Each source has its own epochs, independent of batch boundaries.
+Weights are converted to integers. The sum of these integers is the period of a table that maps every position to a
+source. The share of each source therefore does not drift during a run, and no state needs to be saved. Each source has
+its own epochs, independent of batch boundaries.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ MIX_BY = ("rows", "tokens", "trained_tokens")
 
 
 def shares(weights: Mapping[str, object], key: str = "mix_sft") -> dict[str, Fraction]:
-    """Normalize weights to exact fractions that sum to 1; the weight 0.1 counts as exactly one tenth.
+    """Normalize weights to exact fractions that sum to 1; the weight 0.1 is treated as exactly one tenth.
 
-    One error lists all invalid weights, under the config key `key`.
+    Report all invalid weights in one error, which names the config key `key`.
 
     >>> from chatmill.load import shares
     >>> shares({"a": 0.5, "b": 1.5})
@@ -91,7 +92,7 @@ def row_weights(requested: Mapping[str, Fraction], *, row_size: Mapping[str, Fra
     for name, count in counts.items():
         if count == 0:
             raise DataError(
-                f"mix_sft: {one_line(name)} has less than one row in {PERIOD}; increase its weight or remove it"
+                f"mix_sft: {one_line(name)} would get less than one of {PERIOD} rows; increase its weight or remove it"
             )
     divisor = math.gcd(*counts.values())
     return {name: count // divisor for name, count in counts.items()}
@@ -319,7 +320,7 @@ class MixedOrder(Order):
 
 
 def _at_ordinals(order: Order, ordinals: Index, positions: Index) -> Index:
-    """Return the episodes of one source for these ordinals, which may span several epochs of the source."""
+    """Return the episodes of one source at the given row numbers, which may span several epochs of the source."""
     if order.length is None:
         return order.at(0, positions)
     epochs, within = np.divmod(ordinals, order.length)

@@ -35,7 +35,7 @@ class Order(ABC):
 
     @abstractmethod
     def at(self, epoch: int, positions: ArrayLike) -> Index:
-        """Return the episodes at these positions of an epoch."""
+        """Return the episodes at the given positions of an epoch."""
 
     @abstractmethod
     def find(self, epoch: int, episode: int) -> int:
@@ -102,7 +102,7 @@ class IdentityOrder(Order):
         return int(self._map(epoch, check_numbers("episode", episode, self.num_episodes), inverse=True)[0])
 
     def _map(self, epoch: int, numbers: Index, *, inverse: bool) -> Index:
-        """Return the episodes at these positions or, with `inverse`, the position of one episode."""
+        """Return the episodes at the given positions or, with `inverse`, the position of one episode."""
         effective_seed(0, epoch)
         return numbers
 
@@ -130,8 +130,8 @@ class FeistelOrder(IdentityOrder):
     """A keyed permutation that is computed only for the requested positions, in constant memory.
 
     An index n is split into two halves, n = left * width + right, on a nearly square grid that covers all episodes.
-    Each of eight rounds adds a hash of one half to the other, modulo the other's size; subtraction inverts a round. If
-    the result is beyond the last episode, the rounds are repeated.
+    Each of eight rounds adds a hash of one half to the other half, modulo the size of the other half; subtraction
+    inverts a round. If the result is beyond the last episode, the rounds are repeated.
     """
 
     name = "feistel/1"
@@ -175,13 +175,13 @@ class RandomOrder(Order):
 
     def at(self, epoch: int, positions: ArrayLike) -> Index:
         if epoch != 0:
-            raise UsageError(f"epoch is {epoch}; expected 0, because the order random has no epochs")
+            raise UsageError(f'epoch is {epoch}; expected 0, because the order "random" has no epochs')
         return _scaled(
             _hashed(check_numbers("position", positions, None).astype(np.uint64), self._key), self.num_episodes
         )
 
     def find(self, epoch: int, episode: int) -> int:
-        raise UsageError("the order random samples with replacement; episodes have no unique position")
+        raise UsageError('the order "random" samples with replacement, so an episode has no unique position')
 
 
 def check_numbers(what: str, numbers: ArrayLike, limit: int | None) -> Index:

@@ -102,7 +102,7 @@ class LoadPlan:
         too_short = [source.short(split, config.episode_min_tokens) for source in sources]
         counts = [len(source.episodes(split)) for source in sources]
         self.first_of_source = offsets(np.array(counts, dtype=np.int64))
-        """The first episode of each source, followed by the number of episodes."""
+        """The first episode of each source, followed by the total number of episodes."""
         self.num_episodes = sum(counts)
         shorts = zip(too_short, self.first_of_source, strict=False)
         self.skipped: Index = np.concatenate([short + first for short, first in shorts])
@@ -127,7 +127,7 @@ class LoadPlan:
 
     @cached_property
     def pass_episodes(self) -> int:
-        """Number of episodes in a pass over the data: all that are eligible or, with `mix_epochs`, one epoch of the
+        """Number of episodes in a pass over the data: all eligible episodes or, with `mix_epochs`, one epoch of the
         mix.
         """
         if self.config.mix_epochs is None or not isinstance(self.order, MixedOrder):

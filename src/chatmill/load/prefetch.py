@@ -94,7 +94,7 @@ class BatchStream:
 def _prefetched(
     chunks: Iterator[list[ReadyBatch]], ahead: int, threads: list[Prefetcher[list[ReadyBatch]]]
 ) -> Iterator[ReadyBatch]:
-    """Yield the batches of all chunks; if a thread starts to build ahead, append it to `threads`."""
+    """Yield the batches of all chunks; if a prefetching thread is started, append it to `threads`."""
     build_time = consume_time = 0.0
     # A thread would only slow down a caller that consumes batches as fast as they are built.
     while not ahead or consume_time <= build_time:

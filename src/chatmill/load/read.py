@@ -135,7 +135,7 @@ class EpisodeReader:
         return part.array(number, name)
 
     def locate(self, episodes: Index) -> Places:
-        """Return the locations of these episodes; raise `DataError` if an index points beyond the tokens."""
+        """Return the locations of the given episodes; raise `DataError` if an index points beyond the tokens."""
         shard = self.shard_of(episodes)
         number = episodes - self._first[shard]
         entries = np.empty((len(episodes), 2), dtype=np.uint64)
@@ -150,7 +150,7 @@ class EpisodeReader:
         return Places(shard, number, start.view(np.int64), length.view(np.int64))
 
     def last_tokens(self, episodes: Index, capacity: int) -> StoredEpisodes:
-        """Return the locations of these episodes, with at most their last `capacity` tokens."""
+        """Return the locations of the given episodes, with at most their last `capacity` tokens."""
         for part in self._parts:
             part.drop_evicted()
         places = self.locate(episodes)
@@ -177,7 +177,7 @@ class EpisodeReader:
             part.check([number])
 
     def spans(self, episodes: StoredEpisodes) -> EpisodeSpans:
-        """Return the spans of these episodes, without truncated tokens."""
+        """Return the spans of the given episodes, without truncated tokens."""
         tables, which, begin, end, borders, first_border = episodes.spans
         views = [as_bytes(table).data for table in tables]
         with reading():
@@ -367,7 +367,8 @@ def _without(spans: EpisodeSpans, cut: Index) -> EpisodeSpans:
 
 
 def _lower_bounds(table: Table, column: str, values: Index) -> Index:
-    """For each value, return the first record whose sorted column is at least the value, in O(log n) reads.
+    """For each value, return the index of the first record with at least this value in a sorted column, in O(log n)
+    reads.
 
     `np.searchsorted` would first copy the whole column, because columns of a mapped file are strided.
     """

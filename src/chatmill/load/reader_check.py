@@ -1,4 +1,4 @@
-"""Refuse libraries that would shard a loader's batches a second time, or that cannot read them.
+"""Raise an error for libraries that would shard a loader's batches a second time, or that cannot read whole batches.
 
 An `EpisodeLoader` returns its rank's part of each batch. `accelerator.prepare` would shard the batches again, with one
 of two classes, and silently lose rows:
@@ -6,11 +6,11 @@ of two classes, and silently lose rows:
     IterableDatasetShard   every rank reads its own loader and keeps every n-th batch
     DataLoaderDispatcher   rank 0 reads its loader and sends every n-th batch to each rank
 
-Both classes call the dataset's `set_epoch` on every rank, in the training process, before they read batches. If a
-wrapper hides `set_epoch`, the check searches the call stack for Accelerate when the first batch is read. The search
-misses only a `DataLoaderDispatcher` with workers.
+`IterableDatasetShard` and `DataLoaderDispatcher` call the dataset's `set_epoch` on every rank, in the training process,
+before they read batches. If a wrapper hides `set_epoch`, the check searches the call stack for Accelerate when the
+first batch is read. Only a `DataLoaderDispatcher` with workers is not found in the call stack.
 
-transformers' Trainer collates individual rows. It calls `len` on the dataset before it reads rows. Accelerate and
+transformers' Trainer collates individual rows, and calls `len` on the dataset before it reads rows. Accelerate and
 transformers are recognized by their module names and are never imported.
 """
 

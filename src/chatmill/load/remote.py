@@ -19,7 +19,7 @@ from chatmill.store.remote_files import RemoteFiles
 FILES = (TOKENS, ORIGINS, SPANS, TARGETS)
 """The files that batches need in addition to the index; the mask is read only if a shard has no spans."""
 MOST_POSITIONS = 1 << 22
-"""Maximum number of positions that are looked up; shards needed only after them are downloaded last."""
+"""Maximum number of positions that are looked up; shards that only later positions need are downloaded last."""
 
 
 def is_remote(plan: LoadPlan) -> bool:

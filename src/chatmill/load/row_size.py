@@ -20,8 +20,8 @@ def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
     """Return the average number of tokens, or of trained tokens, per eligible episode in a batch, depending on
     `mix_by`.
 
-    Totals are read from the metadata. The index is scanned if episodes are skipped or truncated. It is also scanned to
-    read the mask of each row's first token, which has no loss.
+    Totals are read from the metadata. The index is scanned if episodes are skipped or truncated. With a loss mask,
+    trained tokens are counted without the first token of each row, which has no loss, so the index is also scanned.
     """
     episodes = source.episodes(split)
     by_mask = config.mix_by == "trained_tokens" and config.use_loss_mask
@@ -82,7 +82,9 @@ def _ranges(episodes: Episodes, shard: int) -> tuple[Index, Index]:
 
 
 def _marked(episodes: Episodes, shard: int, start: Index, stop: Index) -> int:
-    """Count the tokens in these ranges that the mask selects; a token in several ranges counts several times."""
+    """Count the tokens in the given ranges that the mask selects; a token in several ranges is counted
+    once per range.
+    """
     with reading():
         mask = episodes.array(shard, MASK)
         marked = sum(int(count[mask[here] > 0].sum()) for here, count in coverage(start, stop, len(mask)))

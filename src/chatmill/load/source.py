@@ -150,8 +150,8 @@ class EpisodeSegment(NamedTuple):
 def conversation(sources: Sequence[DataSource], split: str, episode: int, segment: int) -> EpisodeSegment | None:
     """Return a segment of an episode, or None if the episode does not exist; segment -1 is the last.
 
-    Episodes are numbered over all sources. If an episode occurs twice in succession, `segment` counts over both
-    occurrences.
+    Episodes are numbered over all sources. `segment` is taken modulo the number of segments in the episode, because a
+    row may contain an episode twice.
     """
     for source in sources:
         episodes = source.episodes(split)
@@ -171,9 +171,9 @@ def open_sources(
     """Open the sources of a run, and add their mix and padding token to its config.
 
     `dataset_dir` is a dataset, the cache of one source, or a folder that contains the sources of `mix_sft` or
-    `mix_epochs`. In a dataset of several sources, these settings select some of the sources. Without them, the dataset
-    is mixed as its recipe specifies. It is read as one source if the recipe has no mix or `stored_mix` is false.
-    Sources are sorted by name.
+    `mix_epochs`. In a dataset of several sources, `mix_sft` or `mix_epochs` selects some of the sources. Without either
+    setting, the dataset is mixed as its recipe specifies. If the recipe has no mix or `stored_mix` is false, the
+    dataset is read as one source. Sources are sorted by name.
     """
     folder = place(dataset_dir)
     if isinstance(folder, Url):
@@ -262,7 +262,7 @@ def _mixed(root: Path, config: LoadConfig) -> tuple[DataSource, ...]:
     missing = [name for name in mix if not _is_source(cache_folder(root, name))]
     if missing and len(missing) == len(mix) and not any(_is_source(path) for path in root.iterdir()):
         raise DataError(
-            f"{root}: is not a dataset (train/{INDEX} or train/shard_00000/{INDEX}) or a folder of caches; "
+            f"{root}: is neither a dataset (no train/{INDEX} or train/shard_00000/{INDEX}) nor a folder of caches; "
             "expected a folder that chatmill prepare or chatmill build-sft-… wrote"
         )
     if missing:

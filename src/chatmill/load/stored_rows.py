@@ -1,6 +1,6 @@
 """Build the rows of batches with the C extension, directly from mapped tokens and spans.
 
-`RowTable` builds the same arrays with numpy. It is used if the extension is not available or episodes have targets.
+`RowTable` builds the same arrays with numpy, if the extension is not available or if episodes have targets.
 """
 
 from __future__ import annotations

@@ -48,5 +48,5 @@ class Tensors:
         return split_batches(moved, widths), on_return
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the stream, which belongs to this process."""
+        """Return the state for pickling, without the CUDA stream of this process."""
         return {**vars(self), "_stream": None}

@@ -7,8 +7,8 @@
     LocalEngine        processes on this machine; RayEngine: a Ray cluster
 
 How a build runs: `pipeline` splits the input into units and an `engine` runs them. Each `unit` reads, renders and fits
-its part and writes the rows to `staging` files in the `build_dir`. `assemble` reads the staged files to deduplicate,
-split and pack the rows, and writes the shards.
+its part of the input, and writes the rows to `staging` files in the `build_dir`. `assemble` reads the staged files to
+deduplicate, split and pack the rows, and writes the shards.
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ from chatmill.store.metadata import ShardInfo, SplitInfo
 from chatmill.store.write import SplitWriter
 
 CHUNK_TOKENS = 2**24
-"""Number of tokens to gather at a time, to limit memory use. Each chunk of packed rows opens most staged files."""
+"""Number of tokens to gather at a time, to limit memory use. Gathering a chunk of packed rows opens most of the staged
+files.
+"""
 MAPPED = 256
 """Maximum number of staged files mapped at once. Each mapped file uses a file descriptor, and processes are often
 limited to 1,024.

@@ -137,7 +137,7 @@ def _remove(folder: Path, kind: FolderKind) -> str:
 
 @contextmanager
 def _alone(lock: Path, target: Place) -> Iterator[None]:
-    """Hold a lock during the block; raise `DataError` if another build holds it."""
+    """Hold a lock while the `with` block runs; raise `DataError` if another build holds the lock."""
 
     def opened() -> int:
         try:

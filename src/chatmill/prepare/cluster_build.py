@@ -3,8 +3,8 @@
     URL/staging/BUILD/unit_000000_0000.rows     written whole by a worker; BUILD is the hash of the job and its input
     URL/objects/SHA256                          the files of shards, written by the tasks
 
-Nodes share only the object store. Workers send the heads of the staged objects to the main process, which plans the
-shards and writes the metadata. Tokens and spans never pass through the main process.
+Nodes share only the object store. Workers send the heads of the staged objects (all arrays except tokens and spans) to
+the main process, which plans the shards and writes the metadata. Tokens and spans never pass through the main process.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class ClusterBuild:
         return self.engine.run(units, job, renderer, self.units, resume=self.resume)
 
     def staged(self, unit: Unit, done: Done, lines_before: int, folder: Path) -> Iterator[StagedFile]:
-        """Copy the heads of a unit's staged objects to `folder`, and yield the objects."""
+        """Write the heads of a unit's staged objects (all arrays except tokens and spans) to `folder`, and yield the
+        objects.
+        """
         for number, head in enumerate(done.heads):
             name = unit.staged_name(number)
             (folder / name).write_bytes(head)
@@ -102,7 +104,7 @@ class ClusterBuild:
         return 1 if job.pack is None else max(1, shards // (TASKS_PER_CPU * self.engine.num_cpus()))
 
     def remove_units(self) -> None:
-        """Remove the staged objects. Any that remain after an error are harmless; `chatmill clean` removes them."""
+        """Remove the staged objects. Objects that remain after an error are harmless; `chatmill clean` removes them."""
         try:
             self.engine.remove(objects.names_below(self.units))
         except ChatmillError as error:

@@ -43,14 +43,15 @@ class Duplicates:
     twin: Numbers
     """Index of the record that is kept instead; -1 for a record that is not a duplicate.
 
-    For an exact duplicate, this is the first equal record, which may itself be a near-duplicate of another record.
+    For an exact duplicate, `twin` is the first equal record, which may itself be a near-duplicate of another record.
     """
     near: Flags
     """Whether the record is a near-duplicate, not an exact duplicate."""
 
 
 def find_duplicates(staged: Sequence[StagedFile], job: Job, excluded: Sequence[Flags] | None = None) -> Duplicates:
-    """Find all duplicates. Of several equal records, the first is kept, by source precedence and then by input order.
+    """Find all duplicates. Equal records are ordered by source precedence and then by input order, and the first is
+    kept.
 
     For each file, `excluded` marks the rows of records that are not compared.
     """
@@ -98,7 +99,9 @@ class _Files:
 
     files: Sequence[StagedFile]
     start: NDArray[np.int64]
-    """Index of the first record of each file, followed by the total. Only records that have rows are counted."""
+    """Index of the first record of each file, followed by the total number of records. Only records that have rows are
+    counted.
+    """
 
     @property
     def count(self) -> int:

@@ -29,7 +29,7 @@ from chatmill.records.record import NO_ROLE, ROLES, Message, is_layout, without_
 from chatmill.rows import NO_MESSAGE, Index, Part, Role, Rows, copy_ranges, copy_tokens, offsets, ragged_index
 
 SHINGLE = 5
-"""Tokens per sequence. A conversation with fewer tokens is a single sequence."""
+"""Tokens per sequence. A conversation with fewer than `SHINGLE` tokens is a single sequence."""
 VALUES = 128
 """MinHash values per conversation. At a similarity of 0.8, the standard error of the estimate is 0.035."""
 RECALL = 0.99
@@ -163,7 +163,7 @@ def _column_keys(columns: ChatColumns) -> bytes | None:
 def shingles(rows: Rows, record_of: Index, count: int) -> tuple[NDArray[np.uint64], Index]:
     """Return the hashes of all 5-token sequences of `count` records, and the offset of each record's hashes.
 
-    A record may have several consecutive rows; a message that is in two rows counts twice.
+    A record may have several consecutive rows; a message that is in two rows is counted twice.
     """
     spans = rows.spans
     compared = np.isin(spans["part"], (Part.CONTENT, Part.REASONING, Part.TOOL_CALL))

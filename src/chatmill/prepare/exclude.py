@@ -57,7 +57,7 @@ class Excluded:
         return [np.isin(file.head().origins["line"], self.lines.get(file.file.path, nothing)) for file in staged]
 
     def unmatched(self, staged: Sequence[StagedFile], flags: Sequence[NDArray[np.bool_]] | None) -> int:
-        """Return the number of listed lines and ids without a record; `flags` is the result of the method `flags`."""
+        """Return how many of the listed lines and ids match no record; `flags` is the result of the method `flags`."""
         lines, ids = 0, set(self.ids)
         for number, file in enumerate(staged if self.sha256 else ()):
             head = file.head()

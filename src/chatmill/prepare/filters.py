@@ -1,7 +1,7 @@
 """Filters that decide which records and rendered conversations a job keeps.
 
-Predicates, and filters on turns, text and language, check a record before it is rendered. Filters on tokens and the
-trained share check rendered rows, before truncation.
+Predicates, and filters on turns, text and language, check a record before it is rendered. The filters on token count
+and trained share apply to rendered rows, before truncation.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _identifier() -> Any:
 def check_languages(job: Job) -> None:
     """Raise `UsageError` if a filter names an unsupported language, or if py3langid is not installed.
 
-    Also loads the language detection model, which the workers then share.
+    The function also loads the language detection model, so that the workers share it.
     """
     wanted = {code for each in all_filters(job) for code in each.languages}
     if wanted and (unknown := sorted(wanted - set(_identifier().labels))):

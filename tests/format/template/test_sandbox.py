@@ -233,7 +233,7 @@ def test_a_large_number_is_data_unless_it_is_a_width():
     )
     assert "".join(Program(source, "t", Sandbox()).run({"n": number}, Meter())) == " ".join([str(number)] * 5)
     for expression in ("'x' | center(n)", "'x'.ljust(n)", "[1] | tojson(indent=n)", "'x' | indent(n)"):
-        with pytest.raises(RecordError, match="a width or count"):
+        with pytest.raises(RecordError, match="the width or count"):
             list(Program("{{ " + expression + " }}", "t", Sandbox()).run({"n": number}, Meter()))
 
 

@@ -104,7 +104,7 @@ class LayoutTables:
         self._kept: _Kept | None = None
 
     def rows(self, layouts: Sequence[TokenLayout]) -> RowCells:
-        """Return the cells of rows that have the given layouts, in order."""
+        """Return the cells of several rows, given the layout of each row."""
         by_id = {id(layout): layout for layout in layouts}
         # Read `_kept` only once, because another thread may replace it at any time.
         kept = self._kept

@@ -69,7 +69,7 @@ class TemplateRenderer:
         strip_prompt_space: bool = False,
         kwargs: str = "",
     ) -> None:
-        """`text_tokens` contains the added tokens that may come from text. If it is None, these tokens are
+        """`text_tokens` contains the added tokens that may come from text. If `text_tokens` is None, the tokens are
         determined from the template.
 
         `kwargs` contains the `chat_template_kwargs` of the records to render, as JSON. `arguments` must include the
@@ -86,7 +86,7 @@ class TemplateRenderer:
         self.control_tokens = ControlTokens(tokenizer.control_ids)
         names = {id: token for token, id in tokenizer.control_ids.items()}
         self.ends = frozenset(names[id] for id in folder.stops or () if id in names)
-        """The tokens at which a server stops."""
+        """The tokens at which an inference server stops generating."""
         self.process = TemplateProcess(
             [source for source in (folder.template, folder.with_tools) if source is not None],
             variables={**folder.special, **self.arguments},

@@ -35,8 +35,8 @@ NEARBY = 64
 class ExpectedAnswers:
     """The headers that must precede the answers of a row.
 
-    Text at the end of a header may be tokenized differently in a row, because an answer follows. The text after the
-    last control token is therefore compared by its size in bytes, not by its ids.
+    Text at the end of a header may be tokenized differently if an answer follows. The text after the last control token
+    is therefore compared by its size in bytes, not by its ids.
 
         <|im_start|> assistant <|im_sep|>   \\n
         compared by id                      by size
@@ -155,7 +155,7 @@ class RowCheck:
         return right
 
     def _spells(self, ids: Ids, start: Index, count: int, size: Index) -> NDArray[np.bool_]:
-        """Whether the `count` tokens before each answer cover `size` bytes; only the last may extend beyond them."""
+        """Whether the `count` tokens before each answer cover `size` bytes; only the last token may exceed the size."""
         if not count:
             return size <= 0
         tokens = ids[(start - count)[:, None] + np.arange(count)]
@@ -173,7 +173,8 @@ class RowCheck:
                 begins = begins[ids[begins + at] == id]
             which = np.searchsorted(answers.start, begins, side="right") - 1
             stop = begins + len(header)
-            # A token that opens the next turn may end the answer, if the server stops at this token.
+            # A token that opens the next turn may end the answer, if an inference server stops generating at this
+            # token.
             is_end = (stop == answers.stop[which]) & (len(header) == 1) & self._is_end[ids[begins]]
             holds[which[(which >= 0) & (stop <= answers.stop[which]) & ~is_end]] = True
         return holds

@@ -86,8 +86,8 @@ class ChatTemplate:
     def _find_style(self) -> Style:
         """Return the form in which the template expects contents and tool calls.
 
-        Servers pass tool arguments as an object. If the template fails with an object, drops the arguments, or outputs
-        the object's Python repr, the arguments are passed as a string.
+        Inference servers pass the arguments of a tool call as an object. The arguments are passed as a string if the
+        template fails on an object, drops it, or outputs its Python repr.
         """
         parts = next((parts for parts in (False, True) if self._written(QUESTION, Style(parts))), False)
         for probe in (CALL, CALL_WITHOUT_RESULT):
@@ -114,7 +114,9 @@ class ChatTemplate:
 
 
 def traced_input(record: Record, style: Style, trace: Trace) -> TemplateInput:
-    """Return the template variables with traced texts. The slots are in the order of `shape_and_texts`."""
+    """Return the template variables with traced texts. The slots have the same order as the texts from
+    `shape_and_texts`.
+    """
     slots = iter(range(trace.num_slots))
 
     def text_of(text: str, source: FieldPath) -> str:

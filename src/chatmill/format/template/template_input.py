@@ -73,7 +73,8 @@ def plain_input(record: Record, style: Style) -> TemplateInput:
 def shape_and_texts(record: Record, style: Style) -> tuple[bytes, list[str]]:
     """Return the shape of a record as bytes, and its texts.
 
-    The shape of a record with only roles and contents consists of the role codes. Any other shape starts with byte 255.
+    The shape of a record with only roles and contents consists of the role codes. The shape of any other record starts
+    with byte 255.
     """
     codes = [
         255
@@ -100,7 +101,7 @@ def _unchanged(text: str, source: FieldPath) -> str:
 def build_input(record: Record, style: Style, text_of: TextOf, of_shape: TextOf) -> TemplateInput:
     """Return the template variables.
 
-    `text_of` converts the record's texts, `of_shape` the texts that belong to the shape.
+    `text_of` converts the texts of the record, and `of_shape` converts the texts that are part of the shape.
     """
     messages = [_message(message, number, style, text_of, of_shape) for number, message in enumerate(record.messages)]
     tools = [

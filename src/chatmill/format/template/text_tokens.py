@@ -1,8 +1,9 @@
 """Learn which added tokens may come from the text of messages.
 
-Special tokens never come from text. Neither do tokens that the template uses in a header or at the end of a turn, such
-as DeepSeek's `<｜User｜>`. All other added tokens are tags inside answers, such as `<think>`. The tokens in headers and
-at turn ends are learned from small conversations, whose words occur in no template:
+Special tokens never come from text. Tokens that the template uses in a header or at the end of a turn, such as
+DeepSeek's `<｜User｜>`, do not come from text either. All other added tokens are tags inside answers, such as
+`<think>`. The tokens in headers and at turn ends are learned from small conversations with words that occur in no
+template:
 
     <｜User｜> QzUser0 <｜Assistant｜></think> QzAssistant1 <｜end▁of▁sentence｜> <｜User｜> QzUser2
     header            header       tag                  end                 header
@@ -23,7 +24,7 @@ Render = Callable[[Record, int, bool], str | None]
 MAX_WORDS = 2
 """Maximum number of words between two tokens of a header.
 
-A token preceded by more words is treated as part of a sentence.
+A token preceded by more than `MAX_WORDS` words is treated as part of a sentence.
 """
 
 PUNCTUATION = frozenset(".,;:!?")
@@ -182,7 +183,9 @@ class _Turns:
         return {token for text in texts for token in self._near(text)}
 
     def _near(self, text: str) -> list[str]:
-        """Return the tokens near the start or end of a text: each gap from there to the token has only a few words."""
+        """Return the tokens at the start and end of a text, up to a gap with punctuation or more than `MAX_WORDS`
+        words.
+        """
         matches = self.tokens.find(text)
         starts, stops = [0, *(match.end() for match in matches)], [*(match.start() for match in matches), len(text)]
         gaps = [text[start:stop] for start, stop in zip(starts, stops, strict=True)]

@@ -32,7 +32,9 @@ class TurnMarks(NamedTuple):
 def learn_turn_marks(
     render: Render, derive: Derive, tokens: ControlTokens, *, stops: Iterable[str] | None, eos: str | None
 ) -> TurnMarks:
-    """Return the turn marks of a template. `stops` contains the tokens at which a server stops, if known."""
+    """Return the turn marks of a template. `stops` contains the tokens at which an inference server stops generating,
+    if known.
+    """
     derived = {}
     for record in (TURNS, CALL):
         try:

@@ -65,8 +65,8 @@ REFUSED = {
     "image_resize_algorithm": "chatmill trains only on text, not on images or audio",
 }
 FITS = {
-    "drop": ("drop", "chatmill drops longer rows, like Axolotl"),
-    "raise": ("error", "a longer row stops the build with an error"),
+    "drop": ("drop", "chatmill drops rows that are too long, like Axolotl"),
+    "raise": ("error", "a row that is too long stops the build with an error"),
 }
 
 

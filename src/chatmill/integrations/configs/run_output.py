@@ -11,7 +11,7 @@ ONLY_AT_THE_END = 1_000_000_000
 
 
 def take_output_dir(translation: Translation, keys: TheirKeys) -> None:
-    """Read the output folder, whose last component becomes the name of the run."""
+    """Read the output folder; its last component becomes the name of the run."""
     if (folder := keys.text("output_dir")) is not None:
         translation.run_name = Path(folder).name or None
         name = translation.run_name or "imported"

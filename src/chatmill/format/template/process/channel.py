@@ -17,11 +17,14 @@ from chatmill.errors import DataError, one_line
 from chatmill.format.template.process import messages
 
 WAITING = 20.0
-"""Maximum wall-clock time of a process, as a multiple of its CPU time limit. Busy machines need a large margin."""
+"""Maximum wall-clock time of a process, as a multiple of its CPU time limit. The multiple is large, because a process
+may wait for the CPU on a busy machine.
+"""
 GRACE = 1.0
 """Extra seconds before a process is killed, so that it can stop by itself and report the line of the template."""
 START_SECONDS = 600.0
-"""Maximum seconds for a fork server to start. Busy machines need a large margin."""
+"""Maximum time for a fork server to start, in seconds. The limit is high, because starting is slow on a busy machine.
+"""
 POLL_SECONDS = 0.1
 HEADER = struct.Struct("<Q")
 
@@ -66,7 +69,9 @@ class ForkServer:
             raise DataError(f"{what}; check that {one_line(str(sys.executable), 200)} can be run") from None
 
     def connect(self) -> tuple[socket.socket, socket.socket]:
-        """Start a process and return its channel and its leash. The process is killed when the leash is closed."""
+        """Start a process and return two sockets: the channel for requests, and the leash. Closing the leash kills the
+        process.
+        """
         channel, its_channel = socket.socketpair()
         leash, its_leash = socket.socketpair()
         with its_channel, its_leash:
@@ -164,7 +169,9 @@ class Channel:
         clock.check_sometimes()
 
     def end(self) -> int | None:
-        """Kill the process if it is running. Return its exit code, negative for a signal, or None if unknown."""
+        """Kill the process if it is running. Return the exit code of the process, negative for a signal, or None if
+        unknown.
+        """
         try:
             self._leash.shutdown(socket.SHUT_WR)
             self._leash.settimeout(60)
@@ -175,7 +182,7 @@ class Channel:
         return int(struct.unpack("<i", status)[0]) if len(status) == 4 else None
 
     def close(self) -> None:
-        """Close the sockets. The server kills the process when every copy of the leash is closed."""
+        """Close the sockets. The server kills the process when all copies of the leash socket are closed."""
         self._socket.close()
         self._leash.close()
 

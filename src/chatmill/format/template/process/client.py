@@ -1,8 +1,8 @@
 """The client of a template process: starts the process, sends requests, and kills a process that reaches a limit.
 
-The limits on CPU time, response size and memory also hold if a malicious template takes over its process. The memory
+The limits on CPU time, response size and memory also apply if a malicious template takes over its process. The memory
 limit of a process depends on the size of the conversation. A process that reaches a limit is killed and replaced. After
-a few kills, the client raises an error about the template instead of the record.
+several processes have been killed, the client raises an error about the template instead of the record.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SECONDS = 3.0
 """CPU time limit for a small conversation, in seconds. A normal template needs a few milliseconds."""
 SECONDS_PER_CHARACTER = 2e-6
 SECONDS_PER_PAIR = 5e-4
-"""Multiplied by the squared number of messages, because a template may visit all messages of every prefix."""
+"""CPU time limit per pair of messages, in seconds. A template may visit all messages of every prefix."""
 MEMORY = 512 << 20
 MEMORY_PER_BYTE = 64
 MEMORY_PER_MESSAGE = 4

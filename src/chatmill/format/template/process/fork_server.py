@@ -1,9 +1,9 @@
 """A fork server, which is a fresh interpreter that forks locked-down processes on request.
 
-The server imports all modules that its processes need and never reads untrusted data. Its standard input is a Unix
-socket: for each byte with two socket descriptors, the server forks a process. The first socket is the channel for
-requests and responses. The second socket is the leash: when the renderer closes its end or exits, the server kills the
-process. When a process exits, the server writes the exit code to the leash.
+The server imports all modules that its processes need and never reads untrusted data. The server's standard input is a
+Unix socket: for each byte that arrives with two socket descriptors, the server forks a process. The first socket is the
+channel for requests and responses. The second socket is the leash: when the renderer closes its end or exits, the
+server kills the process. When a process exits, the server writes the exit code to the leash socket.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run_server(start: Callable[..., Service]) -> None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     control = socket.socket(fileno=CHANNEL)
     children: dict[int, socket.socket] = {}
-    """Maps the pid of each process to its leash. An entry is removed when its process is reaped."""
+    """Maps the pid of each process to its leash socket. An entry is removed when its process is reaped."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(woken, select.POLLIN)

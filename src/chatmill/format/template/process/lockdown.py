@@ -177,8 +177,8 @@ def filter_program(architecture: int, allowed: dict[str, int]) -> bytes:
     names = sorted(allowed, key=lambda name: allowed[name])
     executable = [allowed[name] for name in ("mmap", "mprotect")]
     others = [allowed[name] for name in names if allowed[name] not in executable]
-    # The program first compares the call number with all allowed numbers. For mmap and mprotect, it then checks the
-    # memory protection.
+    # The program first compares the call number with all allowed numbers. For mmap and mprotect, the program then
+    # checks the memory protection.
     checks = len(others) + len(executable)
     instructions = [
         (LOAD, 0, 0, ARCHITECTURE),

@@ -20,7 +20,9 @@ from chatmill.format.template.tracing.trace import OUTSIDE, Rendering, TracedPie
 from chatmill.records.record import Record
 
 MAX_STEPS = 2**14
-"""Maximum number of steps in a replayed trace. If a trace is longer, answers are derived for each record."""
+"""Maximum number of steps in a replayed trace. If a trace has more than `MAX_STEPS` steps, the answers of each record
+are derived separately.
+"""
 MAX_COPIES = 2**7
 """Maximum number of times that a replayed trace may copy a text of the conversation."""
 MAX_GROWTH = 2**10
@@ -57,7 +59,7 @@ class OpenTemplates(msgspec.Struct, tag="open", frozen=True):
     tokens: list[str]
     """The control tokens."""
     ends: list[str]
-    """The tokens at which a server stops."""
+    """The tokens at which an inference server stops generating."""
     seconds: float
 
 

@@ -1,7 +1,7 @@
 """A safe implementation of `format` and `%` for templates, which formats each field separately.
 
-Python's `str.format` can read attributes of its arguments. Here, a field can only name a value; it cannot access
-attributes or items. Format specs must be short, and values must be plain data.
+Python's `str.format` can read attributes of its arguments. In a template, a field can only name a value; it cannot
+access attributes or items. Format specs must be short, and values must be plain data.
 """
 
 from __future__ import annotations

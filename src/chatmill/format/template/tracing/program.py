@@ -376,7 +376,7 @@ class TracedProgram(Program):
         return Rendering(tuple(pieces))
 
     def _texts(self, variables: Mapping[str, Any]) -> Generator[str, None, None]:
-        """Yield the output. After each text, `_line` is the template line that produced the text."""
+        """Yield the output in pieces, and set `_line` to the template line that produced the latest piece."""
         running: Any = self._template.root_render_func(self._template.new_context(dict(variables)))
         try:
             for text in running:

@@ -1,8 +1,8 @@
 """A Jinja sandbox for Hugging Face chat templates, with limits on steps, characters and time.
 
-Templates can read plain data but not change it, and can use only the attributes in `ATTRIBUTES`. Using another existing
-attribute is an error, so that the output never differs silently from transformers. The syntax tree is rewritten so that
-loops count steps. Templates that read other files or use autoescape are rejected.
+Templates can read plain data but not change it, and can use only the attributes in `ATTRIBUTES`. Using an existing
+attribute that is not in `ATTRIBUTES` raises an error, so that the output never differs silently from transformers. The
+syntax tree is rewritten so that loops count steps. Templates that read other files or use autoescape are rejected.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _check_numbers(self, values: tuple[Any, ...]) -> None:
         for value in values:
             if isinstance(value, int) and abs(value) > self.meter.max_characters:
-                raise LimitError(f"a width or count of {value} was requested")
+                raise LimitError(f"the width or count {value} exceeds the limit of {self.meter.max_characters}")
 
     def _check_growth(self, name: str, subject: str, args: tuple[Any, ...]) -> None:
         """Before a string method is called, raise if its result could exceed the limit."""
@@ -294,7 +294,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _strftime(self, format: str) -> str:
         if re.search(r"\d{4}", format):
-            raise LimitError("a date with thousands of characters was requested")
+            raise LimitError("the date format contains a number with more than 3 digits")
         return (self._now or datetime.now()).strftime(format)
 
     @staticmethod

@@ -1,14 +1,14 @@
 """Traces of template renderings, which can be replayed for other conversations if all guards pass, as in TorchDynamo.
 
-A rendering is a function of the conversation. A trace records the values that a rendering computed from the texts of
-one conversation:
+The output of a template depends only on the conversation. A trace records the values that a rendering computed from the
+texts of one conversation:
 
     texts     slot 0   slot 1  …            the texts of the conversation
     steps     slot n = lstrip(slot 1)       a text computed from others
               "</think>" in slot 1: False   a guard: a result that the template observed
 
 If all guards give the same results for another conversation of the same shape, the template would render it in the same
-way. The steps are then replayed with the texts of that conversation, without running the template.
+way. To render the other conversation, the steps are replayed with its texts, without running the template.
 
 `TracedPiece` is a piece of text with its origin. Traces and pieces are plain data that can be sent between processes.
 """

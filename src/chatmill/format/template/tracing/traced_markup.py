@@ -1,7 +1,8 @@
 """Traced texts that a template has escaped or marked as `safe`, which behave like Jinja's Markup.
 
 Templates in transformers do not autoescape, but text that is joined with safe text is escaped: `('a' | safe) + '<'` is
-`a&lt;`. A text stays safe until it is output or joined by `~`, by a filter or by the `join` method of a plain text.
+`a&lt;`. A safe text loses its mark when it is output, or joined by `~`, by a filter or by the `join` method of a plain
+text.
 """
 
 from __future__ import annotations

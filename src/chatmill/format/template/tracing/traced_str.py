@@ -2,7 +2,7 @@
 
 A `TracedStr` consists of pieces: literals of the template, and fields of messages or slices of fields. Joining,
 slicing, stripping and splitting keep the pieces. Conditions on a text (`in`, `==`, `len`, …) become guards of its
-trace. The result of any other method has the whole field as its origin, and its trace is not cacheable.
+trace. If a string method cannot be traced, the origin of its result is the whole field, and the trace is not cacheable.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class TracedStr(str):
 
 
 def _added(left: TracedStr, right: TracedStr) -> TracedStr:
-    """Concatenate two texts faster than `joined`. A template may concatenate texts thousands of times."""
+    """Concatenate two texts faster than `joined`, because a template may concatenate texts thousands of times."""
     text = str.__new__(TracedStr, str.__add__(left, right))
     text.pieces = tuple([piece for piece in left.pieces + right.pieces if piece.text or piece.slot is not None])
     text.trace = left.trace or right.trace
