@@ -4,8 +4,8 @@
     python benchmarks/cores.py --cores 2 4 8     these numbers of cores
 
 The input is 50,000 conversations, repeated `--times` times and packed into rows of 4096 tokens. Start-up time is
-excluded. All builds write the same bytes. *Serial* is the CPU time of the main process. That process plans the shards,
-collects the results of units and removes the staged files.
+excluded. All builds write the same bytes. *Serial* is the CPU time of the main process,
+which plans the shards, collects the results of units and removes the staged files.
 """
 
 from __future__ import annotations

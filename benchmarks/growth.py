@@ -91,7 +91,7 @@ def shown(step: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-# Each of these measurements runs in a separate process.
+# Each of the following functions runs in a separate process.
 
 
 def opening(dataset: Path) -> dict[str, float]:

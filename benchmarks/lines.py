@@ -108,7 +108,7 @@ def _prepare(found: Any) -> list[Line]:
 
 
 def _compared(line: Line, how: str, peer: str, found: Any) -> Line:
-    """Copy a line, but compare chatmill with this peer instead."""
+    """Return a copy of a summary line that compares chatmill with this peer instead."""
     theirs, times = seconds(found["seconds"]), found["times"]
     return replace(
         line, what=line.what + how, peer=peer, theirs=theirs, times=times, memory=(*line.memory, found["memory"])

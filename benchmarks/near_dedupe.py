@@ -2,11 +2,11 @@
 
     python benchmarks/near_dedupe.py [--json]
 
-Every tenth conversation is a copy of an earlier one with a word changed. `chatmill prepare --near-dedupe 0.8` reads,
-renders, compares and writes the conversations with one worker per core. datatrove runs its four stages (signatures,
-buckets, clusters, filter) on the same texts with the same number of workers. Here, datatrove splits words at spaces,
-which is faster than its default. Memory is the PSS of all processes together. The script exits with 1 if a target is
-missed.
+Every tenth conversation is a copy of an earlier conversation with one word changed. `chatmill prepare --near-dedupe
+0.8` reads, renders, compares and writes the conversations with one worker per core. datatrove runs its four stages
+(signatures, buckets, clusters, filter) on the same texts with the same number of workers. Here, datatrove splits words
+at spaces, which is faster than its default. Memory is the PSS of all processes together. The script exits with 1 if a
+target is missed.
 """
 
 from __future__ import annotations

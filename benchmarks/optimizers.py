@@ -4,7 +4,7 @@
     python benchmarks/optimizers.py train TOKENS --out optimizers.json [--fp8] [--small]
 
 `prepare` writes token files from text on this machine: Python sources for pretraining, conversations and other prose
-for fine-tuning. `train` requires only numpy, torch and safetensors (torchao for --fp8). Its steps are:
+for fine-tuning. `train` requires only numpy, torch and safetensors (torchao for --fp8). The steps of `train` are:
 
 1. Train a GPT of 34 M parameters on the sources with adamw. The learning rate is constant until the validation loss
    has not fallen by FALL nats in PATIENCE evaluations, and then decays to zero.
@@ -354,7 +354,14 @@ def train(folder: Path, out: Path, *, size: Size, fp8: bool, device: str) -> int
     for name, each in results["compared"].items():
         shown = ", ".join(f"{value:+.4f}" for value in each["differences"])
         print(f"{name:12} {each['mean']:+.4f} nats ({shown}){'  control' if name == CONTROL else ''}")
-    print(f"{results['seconds']:.0f} s; " + (f"more than {MOST}: {', '.join(far)}" if far else f"all within {MOST}"))
+    print(
+        f"{results['seconds']:.0f} s; "
+        + (
+            f"worse than adamw by more than {MOST} nats: {', '.join(far)}"
+            if far
+            else f"no optimizer is worse than adamw by more than {MOST} nats"
+        )
+    )
     if not results["pretraining"]["converged"]:
         print("pretraining did not converge; the comparison is not valid")
         return 1

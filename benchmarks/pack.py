@@ -108,8 +108,8 @@ SIDES: dict[str, Callable[[int], object]] = {
 def planning(count: int, runs: int, peak: int) -> Comparison:
     """Plan which rows are packed together, from their lengths only.
 
-    TRL cannot plan without copying tokens, so it is timed with tokens of one byte and of zero bytes. It is also timed
-    with its default of packing every 1000 rows separately. The fastest of the three times is used.
+    TRL cannot plan without copying tokens, so TRL is timed with tokens of one byte and of zero bytes. TRL is also timed
+    with its default of packing every 1000 rows separately. chatmill is compared with the fastest TRL variant.
     """
     lengths = real_shaped(count)
     seconds, bins = median_of(runs, lambda: pack_lengths(lengths, CAPACITY))
@@ -168,7 +168,7 @@ def planning(count: int, runs: int, peak: int) -> Comparison:
 
 
 def copying(count: int, runs: int) -> Comparison:
-    """Time packing, including the copy of four-byte tokens into packed rows. This comparison has no target."""
+    """Time packing, including the copy of four-byte tokens into packed rows. No target is set for the speedup."""
     lengths = real_shaped(count)
     rows = one_span_rows(lengths)
     seconds, packed = median_of(runs, lambda: pack(rows, CAPACITY))

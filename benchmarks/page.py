@@ -247,7 +247,7 @@ def _growth(results: Results) -> list[str]:
 
 
 def _training(found: dict[str, Any]) -> list[str]:
-    """Return a table of all measured lines, and a comparison of chatmill with peers at equal precision."""
+    """Return a table of all measured configurations, and a comparison of chatmill with peers at equal precision."""
     good = {name: one for name, one in found.items() if "error" not in one}
     best = sorted({f"{one['best_tflops']:.0f}" for one in good.values()}, key=float)
     said = [_say("train", title=measured_on(good), best=" to ".join(dict.fromkeys([best[0], best[-1]])))]

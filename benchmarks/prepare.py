@@ -68,7 +68,7 @@ class PlainRecord(msgspec.Struct):
 
 
 def job_of(data: Data, template: str | None) -> Job:
-    """Return the job, with ChatML or with an unchanged published template from TRL's collection."""
+    """Return the settings of the build, with ChatML or with an unchanged published template from TRL's collection."""
     sources, tokenizer = (InputSource((str(data.path),)),), str(data.tokenizer)
     if template is None:
         return Job(sources, tokenizer=tokenizer, pack=PACK)
@@ -89,7 +89,7 @@ def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
 class Bare:
     """Measure the floor: decoding, encoding and writing, each separately and as fast as its library allows.
 
-    Every run happens in a forked process. As in the workers of a build, the tokenizer has not encoded anything yet.
+    Every run uses a new forked process. As in the workers of a build, the tokenizer has not encoded anything yet.
     Each process prepares its own input before the timer starts, because the first access to a shared page causes a
     page fault.
     """

@@ -1,4 +1,4 @@
-"""Profile the parts that are slowest relative to their floors (`make profile`).
+"""Profile the parts of chatmill that are furthest from the best possible speed (`make profile`).
 
     python benchmarks/profiles.py [--conversations N] [--json]
 
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     name: str
     title: str
     roots: tuple[str, ...]
-    """Functions that start the part; the first one found in a stack is used."""
+    """Names of the functions where the part starts. The first of these names in a stack is used."""
 
 
 PARTS = [

@@ -4,8 +4,8 @@
     python benchmarks/render.py --conversations 5000 --runs 3 --json
     python benchmarks/render.py --format template  a published chat template, with a derived mask
 
-The benchmark first checks that transformers gives the same ids and mask for the rows that it is timed on. transformers
-needs generation tags for a mask, so it gets TRL's version of the template, which has them.
+The benchmark first checks that transformers and chatmill give the same ids and mask for the timed rows. transformers
+needs generation tags for a mask, so transformers uses TRL's version of the template, which has generation tags.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def rollout(draw: random.Random, tokenizer: Tokenizer) -> tuple[list[int], list[
         elif number % 25:
             found.append({"desc": description(draw), "bbox_2d": [0, 0, 5, 5]})
         else:
-            # Polygons use the slow path.
+            # Matching polygons takes longer than matching boxes.
             found.append({"desc": description(draw), "poly": [x, y, x + width, y, x + width, y + height]})
     ids: list[int] = build_answer(found, tokenizer=tokenizer).ids.tolist()
     return ids, truth

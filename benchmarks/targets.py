@@ -36,7 +36,7 @@ class Target:
 
 
 def target_table(results: Results, before: str = "") -> str:
-    """Return a Markdown table of targets: wanted, measured, and whether each is met.
+    """Return a Markdown table of targets, with the wanted value, the measured value, and whether the target is met.
 
     A target without a result keeps its row from the table `before`.
     """
@@ -72,8 +72,8 @@ def _gpu(results: Results, line: str, key: str = "gib") -> float:
 
 
 def _speed_kept(results: Results) -> float:
-    """Return the speed of the fastest 4 B line within the memory limit, relative to the 4 B line with float32 master
-    weights.
+    """Return the speed of the fastest 4 B configuration within the memory limit, relative to the 4 B configuration with
+    float32 master weights.
     """
     small = [name for name in ("4b-own-adamw_bf16", "4b-own-adamw8bit") if _gpu(results, name) <= FULL_GIB]
     best = max((_gpu(results, name, "tokens_per_s") for name in small), default=0.0)

@@ -1,15 +1,16 @@
 """Measure training speed and memory on one GPU, compared with the fastest setup of the Hugging Face libraries.
 
-    python benchmarks/train.py --results FILE            every line that FILE does not have yet
-    python benchmarks/train.py --results FILE --only 4b  the lines of one model; --list shows all
-    python benchmarks/train.py --results FILE --warm     compile all kernels first, several lines at a time
+    python benchmarks/train.py --results FILE            every configuration that FILE does not contain yet
+    python benchmarks/train.py --results FILE --only 4b  the configurations of one model; --list shows all
+    python benchmarks/train.py --results FILE --warm     compile all kernels first, several models at a time
     python benchmarks/train.py --results FILE --report   print the results without measuring
 
 Conversation lengths are lognormal, with a mean of about 600 tokens and a maximum of 4096. The loss mask includes about
 60 percent of the tokens. The conversations pass through chatmill's store, loader and training loop in rows of 4096, and
-the peers get the same batches. Each line runs once, in its own process, and its result is appended to FILE as a line of
-JSON. The script requires numpy, torch, safetensors and transformers. The peers also require liger_kernel, peft and
-bitsandbytes. `--small` runs the script with tiny models on any machine. The script exits with 1 if a target is missed.
+the peers get the same batches. Each configuration runs once, in its own process, and its result is appended to FILE as
+a line of JSON. The script requires numpy, torch, safetensors and transformers. The peers also require liger_kernel,
+peft and bitsandbytes. `--small` runs the script with tiny models on any machine. The script exits with 1 if a target is
+missed.
 """
 
 from __future__ import annotations
@@ -46,21 +47,25 @@ from train_report import measured, read_results, report  # noqa: E402
 LAYERS = 2
 """Number of layers in models that are only compiled."""
 PATIENCE = 3.0
-"""A line times out after this multiple of its estimate, plus two minutes."""
+"""A configuration times out after this multiple of its estimated time, plus two minutes."""
 UNFINISHED = "not finished after"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, metavar="FILE", help="file of results; new results are appended")
-    parser.add_argument("--only", nargs="+", metavar="LINE", help="measure only lines with these names or prefixes")
-    parser.add_argument("--again", action="store_true", help="also measure lines that already have a result in FILE")
-    parser.add_argument("--list", action="store_true", help="list the lines and their estimated times")
     parser.add_argument(
-        "--budget", type=float, metavar="SECONDS", help="skip lines that would not finish within this budget"
+        "--only", nargs="+", metavar="NAME", help="measure only configurations with these names or prefixes"
     )
     parser.add_argument(
-        "--warm", type=int, nargs="?", const=10, metavar="N", help="first compile the chosen lines, N at a time"
+        "--again", action="store_true", help="also measure configurations that already have a result in FILE"
+    )
+    parser.add_argument("--list", action="store_true", help="list the configurations and their estimated times")
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="skip configurations that would not finish within this budget"
+    )
+    parser.add_argument(
+        "--warm", type=int, nargs="?", const=10, metavar="N", help="first compile the selected models, N at a time"
     )
     parser.add_argument("--report", action="store_true", help="print the results in FILE without measuring")
     parser.add_argument("--small", action="store_true", help="use tiny models, on the CPU if no GPU is available")
@@ -71,7 +76,7 @@ def main() -> int:
     if args.worker:
         return work(args)
     if args.only and (unknown := [name for name in args.only if not chosen([name])]):
-        parser.error(f"--only {unknown[0]}: no line has this name or prefix; use --list to see all lines")
+        parser.error(f"--only {unknown[0]}: no configuration has this name or prefix; use --list to see all names")
     if args.list:
         for line in chosen(args.only):
             print(f"{line.name:<32}{line.estimate:>5.0f} s  {line.precision!s:<32}{line.what}")
@@ -88,7 +93,7 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
-    """Measure the chosen lines that have no result yet, while the budget lasts."""
+    """Measure the selected configurations that have no result yet, until the budget is used up."""
     ends = time.monotonic() + args.budget if args.budget else math.inf
     known = read_results([args.results])
     lines = [line for line in chosen(args.only) if args.again or line.name not in known]
@@ -129,7 +134,9 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
 
 def fitting(lines: list[TrainLine], ends: float) -> list[TrainLine]:
-    """Return the lines that fit into three quarters of the remaining budget. The rest is reserved for compiling."""
+    """Return the configurations that fit into three quarters of the remaining budget. The last quarter is reserved for
+    compiling.
+    """
     sums = itertools.accumulate(line.estimate for line in lines)
     left = 0.75 * (ends - time.monotonic())
     return [line for line, seconds in zip(lines, sums, strict=True) if seconds <= left]
@@ -158,12 +165,14 @@ def say(text: str) -> None:
 
 
 class Worker:
-    """A process that measures one line. It imports its libraries immediately, but uses the GPU only after `go`."""
+    """A process that measures one configuration. The process imports its libraries immediately, but uses the GPU only
+    after `go`.
+    """
 
     def __init__(self, line: TrainLine, args: argparse.Namespace, folder: Path, *, layers: int | None = None) -> None:
         self.line = line
         self.said = ""
-        """Standard error of the process, available once it has a result."""
+        """Standard error of the process, available once the process has returned a result."""
         command = [sys.executable, "-W", "ignore", __file__, "--worker", line.name, "--folder", str(folder)]
         command += ["--small"] * args.small + (["--layers", str(layers)] if layers else [])
         self._errors = (folder / f"{line.name}-{layers or 'all'}.log").open("w+", encoding="utf-8")
@@ -227,7 +236,7 @@ def work(args: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(dir=args.folder) as runs:
             found |= figures(trial, Path(runs))
     except Exception as error:
-        # The other lines should still run.
+        # After an error, the remaining configurations are still measured.
         import traceback
 
         traceback.print_exc()
@@ -236,7 +245,7 @@ def work(args: argparse.Namespace) -> int:
     found["total_s"] = time.perf_counter() - began
     out.write(json.dumps(found) + "\n")
     out.flush()
-    # Destructors can crash after an error.
+    # Skip destructors, which can crash after an error.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Generate the dataset that all lines of benchmarks/train.py share, and compute the FLOPs of its batches."""
+"""Generate the dataset for all configurations in benchmarks/train.py, and compute the FLOPs of its batches."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ BLOCK, SMALL_BLOCK = 4096, 64
 VOCABULARY, SMALL_VOCABULARY = 50304, 512
 """Every model's vocabulary contains these ids, so that all models can share one dataset."""
 STEPS, ROWS = 40, 8
-"""The largest numbers of steps and rows that any line uses."""
+"""The largest numbers of steps and rows that any configuration uses."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A line of the benchmark, and the size of the run that measures it."""
+    """A benchmark configuration, and the size of its run."""
 
     line: TrainLine
     data: Path

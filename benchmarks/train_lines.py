@@ -1,6 +1,6 @@
-"""The models and lines of benchmarks/train.py; a line is one way to train one model.
+"""The models and configurations of benchmarks/train.py. A configuration is one way to train one model.
 
-The name of a line starts with its model, so `--only 4b` selects all lines of a model.
+The name of a configuration starts with its model, so `--only 4b` selects all configurations of the 4 B model.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class TrainLine:
 
     @property
     def can_warm(self) -> bool:
-        """Whether the line compiles kernels; common setups do not."""
+        """Whether the configuration compiles kernels; common setups do not."""
         return self.side != "usual"
 
 
@@ -115,7 +115,7 @@ def peers(model: str, *, of: Precision, then: str, title: str, **more: Any) -> I
 
 
 def full(model: str, **more: Any) -> Iterator[TrainLine]:
-    """Yield the lines for full fine-tuning: chatmill with three optimizers, and the peer at both precisions."""
+    """Yield the configurations for full fine-tuning: chatmill with three optimizers, the peer in both precisions."""
     yield ours(model, own=True, of=MASTERS, then="adamw", title="adamw (float32 masters)", **more)
     yield ours(model, own=True, of=HALF, then="adamw_bf16", optimizer="adamw_bf16", **more)
     yield from peers(model, of=HALF, then="bf16", title="bf16 weights, fused AdamW", **more)
@@ -163,11 +163,11 @@ def _lines() -> Iterator[TrainLine]:
 
 
 TRAIN_LINES: dict[str, TrainLine] = {line.name: line for line in _lines()}
-"""Lines in the order of measurement, the most important ones first."""
+"""Configurations in the order of measurement, the most important first."""
 
 
 def chosen(starts: list[str] | None) -> list[TrainLine]:
-    """Return the lines whose names start with one of these prefixes; without prefixes, all lines."""
+    """Return the configurations whose names start with one of these prefixes; without prefixes, return all."""
     if not starts:
         return list(TRAIN_LINES.values())
     named = [line for line in TRAIN_LINES.values() if line.name in starts]

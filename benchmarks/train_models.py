@@ -1,4 +1,4 @@
-"""Create the models of benchmarks/train.py with random weights, on the training device and in the line's precision."""
+"""Create the models of benchmarks/train.py with random weights, on the training device, in the requested precision."""
 
 from __future__ import annotations
 

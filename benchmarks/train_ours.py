@@ -21,7 +21,7 @@ def run(trial: Trial, folder: Path, measured_from: Any) -> dict[str, Any]:
     config = trial.config(**settings(trial))
     model = make_model(trial)
     if (made := trained_precision(model)) != line.precision.weights:
-        raise RuntimeError(f"the trained weights are {made}; the line expects {line.precision.weights}")
+        raise RuntimeError(f"the trained weights are {made}; expected {line.precision.weights}")
     measured_from()
     steps: list[StepRecord] = []
     train_model(
@@ -46,7 +46,7 @@ def run(trial: Trial, folder: Path, measured_from: Any) -> dict[str, Any]:
 
 
 def settings(trial: Trial) -> dict[str, Any]:
-    """Return the config keys of the run. Optimizer and precision are set only if the line sets them."""
+    """Return the config keys of the run. Optimizer and precision are set only if they differ from the defaults."""
     line = trial.line
     named: dict[str, Any] = {
         "optimizer": line.optimizer if line.optimizer != "adamw" else None,

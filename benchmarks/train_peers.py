@@ -21,7 +21,7 @@ def run(trial: Trial, measured_from: Any) -> dict[str, Any]:
     line, device = trial.line, trial.device
     lm, module = make_model(trial)
     if (made := trained_precision(module)) != line.precision.weights:
-        raise RuntimeError(f"the trained weights are {made}; the line expects {line.precision.weights}")
+        raise RuntimeError(f"the trained weights are {made}; expected {line.precision.weights}")
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(parameters, line.optimizer, device)
     inputs = [prepared(batch, trial) for batch in trial.batches(timed=False)]

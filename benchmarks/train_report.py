@@ -1,4 +1,4 @@
-"""Report the results of benchmarks/train.py: a table of all lines, and whether each target is met."""
+"""Report the results of benchmarks/train.py: a table of all configurations, and whether each target is met."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from train_lines import TRAIN_LINES, TrainLine
 
 Found = dict[str, Any]
-"""Result of one line: its figures, or an `error`."""
+"""Result of one configuration: the measured figures, or an `error`."""
 
 TOKENS, SHARE, WAIT = 135_000, 0.45, 0.01
 LORA_GIB, FULL_GIB, QLORA_GIB, OFFLOAD_GIB = 34.0, 36.0, 24.0, 16.0
@@ -19,7 +19,7 @@ SPEED = 0.9
 
 
 def read_results(files: list[Path]) -> dict[str, Found]:
-    """Return the last result of each line, in the order of `TRAIN_LINES`."""
+    """Return the last result of each configuration, in the order of `TRAIN_LINES`."""
     found: dict[str, Found] = {}
     for file in files:
         if file.exists():
@@ -29,7 +29,7 @@ def read_results(files: list[Path]) -> dict[str, Found]:
 
 
 def report(found: dict[str, Found]) -> int:
-    """Print all lines and targets; return 1 if a target is missed."""
+    """Print the results of all configurations, and all targets; return 1 if a target is missed."""
     if any("error" not in one for one in found.values()):
         print(measured_on(found))
     heads = f"{'tok/s':>9}{'GiB':>7}{'resvd':>7}{'ms':>8}{'wait':>8}{'best':>6}"
@@ -50,7 +50,7 @@ def columns(one: Found) -> str:
 
 
 def measured(one: Found) -> str:
-    """Return the figures of a line in one sentence."""
+    """Return the figures of a configuration as one line of text."""
     return (
         f"{one['tokens_per_s']:,.0f} tok/s, {one['gib']:.1f} GiB ({one['reserved_gib']:.1f} reserved), "
         f"{one['step_ms']:.0f} ms per step, loss {one['first_loss']:.2f} to {one['last_loss']:.2f}, "
@@ -70,7 +70,7 @@ def measured_on(found: dict[str, Found]) -> str:
 
 
 def targets(found: dict[str, Found]) -> Iterator[tuple[str, bool]]:
-    """Return the targets for lines that were measured on a GPU, and whether each is met."""
+    """Return the targets for configurations that were measured on a GPU, and whether each target is met."""
     good = {name: one for name, one in found.items() if "error" not in one and one.get("best_tflops")}
     if one := good.get("0.6b-own-adamw"):
         yield f"0.6 B, float32 masters: at least {TOKENS:,} real tokens/s", one["tokens_per_s"] >= TOKENS
@@ -93,7 +93,7 @@ def targets(found: dict[str, Found]) -> Iterator[tuple[str, bool]]:
 
 
 def pairs(found: dict[str, Found]) -> Iterator[tuple[TrainLine, TrainLine]]:
-    """Return pairs of chatmill and peer lines with the same model and precision."""
+    """Return pairs of chatmill and peer configurations with the same model and precision."""
     lines = [TRAIN_LINES[name] for name in found]
     for line in lines:
         for peer in lines:

@@ -1,9 +1,9 @@
 """Measure the viewer on a large dataset: `.venv/bin/python benchmarks/view.py [--episodes N] [--folder DIR] [--json]`.
 
-The script generates a dataset of a million conversations: about 1.5 GB in --folder, and as much again for the index. It
-starts `chatmill view` and sends the same requests as the viewer's page. It measures the first page while the index is
-being built, and searches once the index is complete. One search looks for text that occurs in one of the last episodes.
-The script exits with 1 if a target is missed.
+The script generates a dataset of a million conversations: about 1.5 GB in --folder, and as much again for the index.
+The script starts `chatmill view` and sends the same requests as the viewer's page. The first page is measured while the
+index is being built, and searches are measured once the index is complete. One search looks for text that occurs in one
+of the last episodes. The script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
