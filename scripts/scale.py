@@ -67,7 +67,7 @@ def main() -> None:
         print(f"{name:<44}" + "".join(f"{each[name]:>14,.4g}" for each in found))
     for count, (opened, size) in shards.items():
         print(f"open {count:,} shards, ms; metadata, kB".ljust(44) + f"{opened:>14,.4g}{size:>14,.4g}")
-    print(f"{'one of a billion positions with feistel, µs':<44}{order['position_us']:>14,.4g}")
+    print(f"{'1 of a billion positions, feistel order, µs':<44}{order['position_us']:>14,.4g}")
 
 
 def measure(count: int, folder: Path | None) -> dict[str, Any]:
@@ -82,15 +82,15 @@ def measure(count: int, folder: Path | None) -> dict[str, Any]:
         return {
             "episodes": count,
             "bytes per episode": size / count,
-            "open, then read one episode, ms": opened,
-            "first batch with feistel, ms": feistel,
+            "open, and read one episode, ms": opened,
+            "first batch, feistel order, ms": feistel,
             "  memory without imports, MB": memory,
-            "first batch with epoch, ms": epoch,
+            "first batch, epoch order, ms": epoch,
             "  memory without imports, MB ": epoch_memory,
-            "first packed batch with feistel, ms": packed,
+            "first packed batch, feistel order, ms": packed,
             "  memory without imports, MB  ": packed_memory,
-            "permutation with epoch, ms": milliseconds(lambda: make_order("epoch", count, seed=1).block(0, 0, 1)),
-            "512 positions with feistel, ms": milliseconds(
+            "permutation, epoch order, ms": milliseconds(lambda: make_order("epoch", count, seed=1).block(0, 0, 1)),
+            "512 positions, feistel order, ms": milliseconds(
                 lambda: make_order("feistel", count, seed=1).block(0, 0, 512)
             ),
             "plan for packing 65,536 episodes, ms": milliseconds(lambda: pack_lengths(lengths, 513)),

@@ -67,7 +67,7 @@ def main() -> None:
         return
     print(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {args.conversations:,} conversations")
     for name, measured in found.items():
-        read = measured["bytes read here"]
+        read = measured["bytes read in this process"]
         print(f"\n{name}: {measured['tokens']:,} tokens, {read:,} bytes of objects read in this process")
         for part, (passed, cpu) in measured["seconds"].items():
             print(f"  {part:<28}{passed:>9.2f} s{cpu:>9.2f} s CPU")
@@ -129,13 +129,13 @@ def build(args: argparse.Namespace, name: str, target: Path | Url, engine: Engin
     parts |= {"dedupe and split": (pipeline, "choose"), "plan shards": (assemble, "plan_shards")}
     if on_ray:
         parts |= {
-            "shards and their plan": (engine, "write_shards"),
+            "plan and write shards": (engine, "write_shards"),
             "metadata": (pipeline, "publish_remote"),
             "remove staged objects": (cluster_build.ClusterBuild, "remove_units"),
         }
     else:
         parts |= {
-            "shards and their plan": (pipeline, "assemble_by_shard"),
+            "plan and write shards": (pipeline, "assemble_by_shard"),
             "gather, hash, write": (pipeline, "assemble"),
             "sync and rename": (pipeline, "publish"),
         }
@@ -152,7 +152,7 @@ def build(args: argparse.Namespace, name: str, target: Path | Url, engine: Engin
             setattr(owner, attribute, work)
     times["all"] = [after - before for before, after in zip(began, now(), strict=True)]
     tokens = sum(split.num_tokens for split in metadata.splits.values())
-    return {"tokens": tokens, "bytes read here": sum(read), "seconds": times, "sha256": metadata.sha256}
+    return {"tokens": tokens, "bytes read in this process": sum(read), "seconds": times, "sha256": metadata.sha256}
 
 
 def now() -> tuple[float, float]:

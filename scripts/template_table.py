@@ -65,7 +65,7 @@ class Line(NamedTuple):
     prefixes.
     """
     tagged: str
-    """A description of how the tagged version differs."""
+    """A description of how the mask of the tagged version differs from the derived mask."""
 
     @property
     def certified(self) -> bool:
@@ -169,8 +169,8 @@ def peer_ids(
 
 
 def tagged(name: str, original: TemplateRenderer, derived: Mapping[str | None, DerivedAnswers], tokenizer: Path) -> str:
-    """Describe how the mask of TRL's tagged version differs from the derived mask, for probes with the same text in
-    both versions.
+    """Describe how the mask of TRL's tagged version differs from the derived mask, for probes that both versions
+    render to the same text.
     """
     has_tags = "{%- generation -%}" in original.folder.template.source
     edition = name if has_tags else f"{name}_training"
@@ -190,7 +190,7 @@ def tagged(name: str, original: TemplateRenderer, derived: Mapping[str | None, D
         for reason, text in differences(one.rendering.text, spans(one.answers), spans(two.answers)):
             reasons.setdefault(reason, set()).add(f"`{json.dumps(text, ensure_ascii=False)[1:-1]}`")
     if not compared:
-        return "the tagged version writes every probe differently"
+        return "the tagged version renders every probe differently"
     summary = "; ".join(reason.format(", ".join(sorted(texts))) for reason, texts in reasons.items())
     return summary or "no difference"
 

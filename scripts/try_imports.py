@@ -4,8 +4,8 @@
 
 CHECKOUT is a checkout of one of the repositories. For every config that `chatmill import` accepts, the script prepares
 the data and trains for 5 steps on the CPU. Generated samples of the same shape replace the data, and a tiny model with
-random weights replaces the model. Rows have at most 256 tokens, and steps have 8 rows. A validation split has at least
-a tenth of the samples.
+random weights replaces the model. Each row has at most 256 tokens, and each step has 8 rows. If the config sets a
+validation split, the split contains at least a tenth of the samples.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python scripts/try_installed.py [--compiled | --not-compiled]
 
 Trains a tokenizer, prepares, verifies and shows a dataset, and writes a report; this needs no optional dependencies.
-The last output line has the versions, the installed C extensions, and the hash of the dataset. The hash is the same for
-every Python version and processor. Exits with 1 if a command fails, or if the C extensions do not match the flag.
+The last output line lists the versions, the installed C extensions, and the hash of the dataset. The hash of the
+dataset is the same for every Python version and processor. Exits with 1 if a command fails, or if the C extensions do
+not match the flag.
 """
 
 from __future__ import annotations

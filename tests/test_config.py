@@ -96,7 +96,7 @@ def test_a_toml_file_that_cannot_be_read_is_one_line(tmp_path):
         read_toml(path, what="expected a recipe")
     for content in (b"a = [", b"\xff", b"a = 1\na = 2", b"a = " + b"[" * 20_000):
         path.write_bytes(content)
-        with pytest.raises(UsageError, match=r"a.toml: not TOML: [^\n]+$"):
+        with pytest.raises(UsageError, match=r"a.toml: not valid TOML: [^\n]+$"):
             read_toml(path, what="", error=UsageError)
     path.write_text("[a]\nb = 1")
     assert read_toml(path, what="") == {"a": {"b": 1}}

@@ -33,7 +33,7 @@ NOTED = {
 
 
 class TurnStates(NamedTuple):
-    """The turns in a set of rows, as arrays. Consecutive tokens outside turns count as a turn without a role."""
+    """The turns in a set of rows, as arrays. Consecutive tokens outside turns form a turn without a role."""
 
     first: Index
     """Index of the first span of the turn."""
@@ -48,7 +48,7 @@ class TurnStates(NamedTuple):
     """Index of the turn that each span belongs to."""
 
     def latest(self, which: Flags) -> Index:
-        """For each turn, return the index of the last turn that `which` selects in its conversation so far, or -1."""
+        """For each turn, return the last selected turn of the same conversation up to and including it, or -1."""
         last = np.maximum.accumulate(np.where(which, np.arange(len(which)), -1))
         return np.where(last >= self.conversation, last, -1)
 

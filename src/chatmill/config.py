@@ -273,7 +273,7 @@ def _flag_value(text: str, check: ValueCheck) -> Any:
 
 
 def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillError] = DataError) -> dict[str, Any]:
-    """Read a TOML file. Errors call the file `name`, and advise `what` if it cannot be read."""
+    """Read a TOML file. Error messages refer to the file as `name`, and end with `what` if the file cannot be read."""
     name = name or str(path)
     try:
         table = tomllib.loads(local_path(path).read_text("utf-8"))
@@ -283,7 +283,7 @@ def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillErro
     except OSError as reason:
         raise error(f"{name}: cannot be read ({reason.strerror}); {what}") from None
     except (ValueError, RecursionError) as reason:
-        raise error(f"{name}: not TOML: {one_line(str(reason))}") from None
+        raise error(f"{name}: not valid TOML: {one_line(str(reason))}") from None
 
 
 def read_values(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class RecordError(DataError):
         """The beginning of the record, as in the file."""
 
     def at(self, file: str, line: int, id: str | None = None) -> RecordError:
-        """Add the file and line, which only the reader knows."""
+        """Add the file and line, which only the code that reads the file knows."""
         self.file, self.line, self.id = file, line, id
         return self
 
@@ -83,8 +83,8 @@ def _record_error(what: str, right: str, kind: str, state: dict[str, object]) ->
 def one_line(text: str, limit: int | None = 80, *, keep: str = "") -> str:
     r"""Make text from data safe to print: escape unprintable characters and truncate after `limit` characters.
 
-    Line breaks, control characters, direction marks and other invisible characters are escaped. So are bytes in file
-    names that are not UTF-8. Characters in `keep`, such as line ends, are not escaped.
+    Line breaks, control characters, direction marks and other invisible characters are escaped, and so are bytes in
+    file names that are not UTF-8. Characters in `keep`, such as line breaks, are not escaped.
 
     >>> print(one_line("a\x1b[2J\nb\u202e"))
     a\x1b[2J\nb\u202e
@@ -103,8 +103,8 @@ def _escaped(run: str, keep: str) -> str:
 def name_file(error: OSError) -> OSError:
     """Add the file name to an `OSError` that has none.
 
-    Python omits the name when an open file is read, mapped or closed. The name is then taken from a `Path` in the local
-    variables of the traceback, innermost frame first.
+    Python omits the name when an open file is read, mapped or closed. A missing name is taken from a `Path` in the
+    local variables of the traceback, innermost frame first.
     """
     if error.filename is None and error.errno is not None:
         frames = [frame.f_locals.values() for frame, _ in walk_tb(error.__traceback__)]

@@ -78,7 +78,7 @@ def test_no_command_replaces_its_input_or_foreign_files(run, command):
             ["render", "chat.jsonl", "--format", "llama3"],
             2,
             'no format "llama3"; expected chatml, ngpt, primer, post-training or a .toml file, or text, or template '
-            "for the chat template of the tokenizer's folder\n",
+            "(the chat template of the tokenizer folder)\n",
         ),
         (["render", "chat.jsonl", "--tokenizer", "none.json"], 1, "none.json"),
         (["formats", "chatlm"], 2, 'no preset "chatlm"'),
@@ -191,8 +191,8 @@ def test_too_deep_nesting_is_reported_in_one_line_with_its_place(run):
     for args, line in (
         ("chat odd --prompt q", "odd/config.json: cannot be read as JSON (maximum recursion depth"),
         ("chat mine --prompt q", "mine/training.json: cannot be read (maximum recursion depth"),
-        ("render chat.jsonl --format deep.toml", "deep.toml: not TOML: maximum recursion depth exceeded"),
-        ("prepare deep.toml -o d2", "deep.toml: not TOML: maximum recursion depth exceeded"),
+        ("render chat.jsonl --format deep.toml", "deep.toml: not valid TOML: maximum recursion depth exceeded"),
+        ("prepare deep.toml -o d2", "deep.toml: not valid TOML: maximum recursion depth exceeded"),
         ("certify --tokenizer tokens", "tokens/special_tokens_map.json: cannot be read (maximum recursion depth"),
         ("rollout answers truth.jsonl -o d3 --add-tokens", "truth.jsonl:1: the record is nested too deeply; expected"),
     ):

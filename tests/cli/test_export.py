@@ -161,6 +161,6 @@ def test_a_note_reports_weights_that_are_left_out_and_weight_zero_drops_the_reco
         "  dropped no_trained_tokens: 1 row, 9 tokens",
         "  noted record_weight: 2 rows, 0 tokens",
         "  noted weights_left_out: 1 row, 9 tokens",
-        "note: the weights or train_ranges of 1 conversation are left out, because transcripts have none",
+        "note: the weights or train_ranges of 1 conversation are left out, because transcripts cannot store them",
     ]
     assert Path("out.txt").read_text() == "<|USER|>hi<|END|><|ASSISTANT|>yo<|END|><|EOS|>\n" * 2

@@ -121,8 +121,8 @@ def test_no_rows_give_no_bins():
     ("lengths", "capacity", "fault"),
     [
         ([4, 5, 6], 4, r"row 1 has 5 tokens, more than the capacity of 4; truncate it or split it into blocks first"),
-        ([1, 0], 4, r"row 1 has 0 tokens; expected at least 1; drop it first"),
-        ([-3], 4, r"row 0 has -3 tokens; expected at least 1; drop it first"),
+        ([1, 0], 4, r"row 1 has 0 tokens, but packing requires at least 1; drop the row first"),
+        ([-3], 4, r"row 0 has -3 tokens, but packing requires at least 1; drop the row first"),
         ([], 0, r"capacity is 0; expected at least 1"),
     ],
 )

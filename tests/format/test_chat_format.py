@@ -110,7 +110,7 @@ def test_all_problems_of_a_format_are_reported_in_one_line():
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("name = ", "not TOML"),
+        ("name = ", "not valid TOML"),
         ("tokens = 3", r"\[tokens\] must be a table"),
         ("name = 3", "name must be a string"),
         ("", r"\[tokens\] is missing"),

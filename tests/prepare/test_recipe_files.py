@@ -277,7 +277,7 @@ def test_all_faults_are_reported_together():
 
 @pytest.mark.parametrize("text", ["seed = ", "seed = 1\nseed = 2", "a = [[[", "a = \xff"])
 def test_toml_that_cannot_be_read_is_reported_in_one_line(text):
-    assert fault_of(text.encode("latin-1"), "recipe.toml").startswith("not TOML: ")
+    assert fault_of(text.encode("latin-1"), "recipe.toml").startswith("not valid TOML: ")
 
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "recipe.toml"])

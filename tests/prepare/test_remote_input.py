@@ -215,7 +215,7 @@ def test_faults_of_files_at_urls_name_the_url(named):
     for options, line in [
         ({"tokenizer": "memory://named/bad/tokenizer.json", "format": "chatml"}, "memory://named/bad/tokenizer.json: "),
         ({"tokenizer": "memory://named/bad"}, "memory://named/bad/tokenizer_config.json: expected a JSON object"),
-        ({"format": "memory://named/bad.toml"}, "memory://named/bad.toml: not TOML: "),
+        ({"format": "memory://named/bad.toml"}, "memory://named/bad.toml: not valid TOML: "),
         ({"chat_template": "memory://named/none.jinja"}, "memory://named/none.jinja: no such object; "),
     ]:
         with pytest.raises(DataError) as caught:

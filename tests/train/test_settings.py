@@ -259,7 +259,9 @@ def test_invalid_toml_is_a_one_line_error(run, content):
         code, out, err = run(*args)
         assert (code, out, err.count("\n")) == (2, "", 1)
         # Some Python versions can parse the deeply nested key, which is then reported as unknown.
-        assert err.startswith(("chatmill: chatmill.toml: not TOML: ", 'chatmill: chatmill.toml: unknown key "a.a.a.'))
+        assert err.startswith(
+            ("chatmill: chatmill.toml: not valid TOML: ", 'chatmill: chatmill.toml: unknown key "a.a.a.')
+        )
         assert len(err) < 1000
 
 

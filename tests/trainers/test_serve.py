@@ -180,7 +180,9 @@ def test_a_run_trains_on_the_answers_of_the_server_and_is_replayed_to_the_bit(pl
     }
     asked = {**settings, "server": url, "server_model": str(folder), "server_api": "chat"}
     out = rollout_train(tmp_path, "asked", asked)
-    assert "12 answers came as text; for 0 of them, the server reports a different number of tokens" in out
+    assert (
+        "12 answers were returned as text; for 0 of them, the number of tokens differs from the server's count" in out
+    )
     logged = (tmp_path / "asked" / "rollouts.jsonl").read_text()
     lines = [json.loads(line) for line in logged.splitlines()]
     task, model = open_task(str(folder), None), open_model(folder)

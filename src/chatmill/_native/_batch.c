@@ -20,7 +20,7 @@ static const int64_t IGNORED = -100;
 static const uint32_t ONE = 0x3F800000; /* 1.0 as bits */
 
 /* The bytes that are hashed for one row, in the layout of docs/reference/files.md: numbers, one bit per label, and
-   ids. The numbers are written when the row is complete. Until then, `weights` collects the weights that the label
+   ids. The numbers are written when the row is complete; before that, `weights` collects the weights that the label
    bits do not imply. */
 typedef struct {
     uint8_t *weights, *bits, *ids; /* NULL if the row is not hashed */

@@ -26,7 +26,7 @@ typedef struct {
 
 typedef struct {
     Key key;
-    uint32_t ids[FEW]; /* the token ids, or with the flag ELSEWHERE the offsets of the word's bytes and ids */
+    uint32_t ids[FEW]; /* the token ids or, with the flag ELSEWHERE, the offsets of the word's bytes and ids */
     uint32_t count;
 } Word;
 

@@ -183,8 +183,8 @@ static inline const uint8_t *word_o200k(Cutter *self, const uint8_t *at) {
     return lines(at, run_of(self, at, SET(SPACE)), 1);
 }
 
-/* The DeepSeek pattern first splits off numbers, then runs of Chinese characters and kana. No word crosses the
-   boundary of a number or such a run. */
+/* The DeepSeek pattern first splits off numbers, then runs of Chinese characters and kana, so no word crosses the
+   boundary of a number or of such a run. */
 static inline const uint8_t *word_deepseek(Cutter *self, const uint8_t *at) {
     int size, next_size;
     uint8_t class = class_of(self, at, &size);

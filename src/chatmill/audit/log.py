@@ -2,9 +2,9 @@
 
     2026-01-03T16:44:19.628Z | TRAINING | INFO | action=epoch_start | epoch=0 | seed=42 | … | previous=9f2c…
 
-A field value is plain text, or a JSON string in which `|` is also escaped. A value therefore never contains a separator
-or a line break. The log is append-only. A line that a crash truncated stays in the file, and the next line records the
-length and hash of the truncated line.
+A field value is plain text, or a JSON string in which `|` is also escaped, so it never contains a separator or a line
+break. The log is append-only. A line that a crash truncated stays in the file, and the next line records the length and
+hash of the truncated line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Clock = Callable[[], datetime]
 
 
 class AuditError(ChatmillError):
-    """Raised if the audit log cannot be written or continued. The run then stops."""
+    """Raised if the audit log cannot be written or continued; it stops the run."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class AuditLog:
     def reopen(cls, path: str | Path, *, head: str, clock: Clock = now) -> tuple[AuditLog, dict[str, Any]]:
         """Open a log to resume from the line with the hash `head`; return the log and the fields of its `resume` line.
 
-        Valid lines after this line count as abandoned. Abandoned and torn lines stay in the file.
+        Valid lines after the line with the hash `head` are abandoned. Abandoned and torn lines stay in the file.
         """
         place = Path(path)
         try:

@@ -23,7 +23,7 @@ LOADED_HASHES = ("dataset_sha256", "config_sha256")
 
 
 class SavedState(NamedTuple):
-    """An audit state, and the JSON object that contains it and usually also the loader state."""
+    """An audit state, and the JSON object `run` that contains the audit state and usually the loader state."""
 
     audit: Mapping[str, Any]
     run: Mapping[str, Any]
@@ -70,7 +70,7 @@ class LoggedCheckpoint(NamedTuple):
     """A checkpoint, as the audit log records it."""
 
     fields: Mapping[str, str]
-    """Fields of the checkpoint line: the run's cursor."""
+    """Fields of the checkpoint line, which record the run's cursor."""
     loaded: Mapping[str, str]
     """Fields of the preceding dataset_load line, which identify the dataset and the config."""
     given: Mapping[str, int]

@@ -111,7 +111,7 @@ def _check_heads(place: Path, lines: Sequence[LogLine | TornLine], heads: Mappin
     last = max((numbers.get(head, 0) for head in heads.values()), default=0)
     for name, head in heads.items():
         if head not in numbers:
-            gone = f"lines after {last}" if last else "lines"
+            gone = f"lines after line {last}" if last else "lines"
             return f"{place}: no line has the hash {head[:12]}… that {name} records; {gone} were changed or removed", 0
     return None, sum(number > last for number in numbers.values())
 

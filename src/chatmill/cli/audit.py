@@ -46,13 +46,14 @@ def verify(
         list[Path] | None,
         typer.Option(
             metavar="PATH",
-            help="Checkpoint folder or JSON file with a head that the log must contain. May be repeated.",
+            help="Checkpoint folder or JSON file with the hash of a line that the log must contain. May be repeated.",
         ),
     ] = None,
     head: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="HASH", help="Earlier head of the log, which the log must still contain. May be repeated."
+            metavar="HASH",
+            help="Hash of an earlier last line (head), which the log must still contain. May be repeated.",
         ),
     ] = None,
     as_json: AsJson = False,

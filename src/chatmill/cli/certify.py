@@ -41,9 +41,9 @@ def certify_command(
     prompt ends, and ends with a token at which the model stops.
 
     FAIL: some token ids or loss masks are wrong, or some records cannot be used for training; the exit code is 1. WARN:
-    training works, but with a limitation; for example, some kinds of records are refused. SKIP: the check did not run,
-    for the reason shown. Use --on-error skip to skip records that cannot be read; a record that the template refuses
-    counts as FAIL.
+    training works, but with a limitation; for example, some kinds of records are rejected. SKIP: the check did not run,
+    for the reason shown. Use --on-error skip to skip records that cannot be read; a record that the template rejects
+    results in FAIL.
 
     \b
     Examples:

@@ -39,7 +39,8 @@ Device = Annotated[
 BaseChoice = Annotated[
     Literal["trained", "original"],
     typer.Option(
-        "--base", help="Base model for adapters: as in training (4-bit if it was quantized), or as stored on disk."
+        "--base",
+        help="How to load the base model of adapters: as in training (4-bit if it was quantized) or as on disk.",
     ),
 ]
 BaseModel = Annotated[

@@ -68,9 +68,9 @@ def compare(
     output shows how many tokens are trained with the default. If TRL cannot mask answers with this template, prints the
     reason and compares with the default instead.
 
-    chatmill does not truncate rows in this comparison. Neither library predicts the first token of a row, so it counts
-    as not trained. Tokens in [brackets] are trained. The exit code is 0 even if records differ, unless --exit-code is
-    given.
+    chatmill does not truncate rows in this comparison. Neither library computes a loss for the first token of a row, so
+    the first token is counted as not trained. Tokens in [brackets] are trained. The exit code is 0 even if records
+    differ, unless --exit-code is given.
 
     \b
     Examples:

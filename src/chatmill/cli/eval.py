@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from chatmill.train.score import EvalReport, EvalScore
 
 REASONS = {
-    "partly_trained": "of which only some tokens are trained",
+    "partly_trained": "in which only some tokens are trained",
     "unfinished": "without an end-of-turn token",
     "nothing_before": "without a prompt",
-    "too_long": "that exceed the model's maximum sequence length together with their prompt",
+    "too_long": "that, with their prompt, exceed the model's maximum sequence length",
     "over_the_limit": "over --limit",
 }
 

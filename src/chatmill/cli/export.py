@@ -50,8 +50,8 @@ def transcripts(
     Writes one conversation per line, each ending with <|EOS|>. The first exchange must fit in the context together with
     the system turn; each later exchange only has to fit on its own. The conversation ends before the first exchange
     that does not fit. A conversation with line breaks or other control characters is written as a JSON string, so
-    reading the file with `--shape transcript` gives the same text. Weights and train_ranges are left out and counted,
-    because transcripts have none. Records with weight 0 are dropped.
+    reading the file with `--shape transcript` gives the same text. Transcripts cannot store weights or train_ranges;
+    the output reports how many conversations lose them. Records with weight 0 are dropped.
 
     \b
     Example:
@@ -78,7 +78,8 @@ def transcripts(
         if weighted := ledger.entries.get(("noted", WEIGHTS_LEFT_OUT)):
             conversations = counted(weighted.rows, "conversation")
             typer.echo(
-                f"note: the weights or train_ranges of {conversations} are left out, because transcripts have none"
+                f"note: the weights or train_ranges of {conversations} are left out, "
+                "because transcripts cannot store them"
             )
     print_rejects(records)
 

@@ -27,8 +27,8 @@ def removed(
     """List the records that filters, deduplication and max_samples removed from a dataset, in input order.
 
     Prints the file, line and reason of each record and, for a duplicate, the record that was kept instead (its twin).
-    Invalid records are not listed; they are in the rejects file. Rows that were truncated or dropped because of their
-    length are not listed either; the ledger counts them (see `chatmill stats`).
+    Invalid records are not listed; they are in the rejects file. The list also excludes rows that were truncated or
+    dropped because of their length; the ledger counts them (see `chatmill stats`).
 
     \b
     Examples:

@@ -112,7 +112,7 @@ def answers(
 ) -> None:
     """Build a dataset of ground-truth answers, for fine-tuning before rollouts.
 
-    The answer of each record lists all its objects in order, with coordinate tokens. The model is trained on the whole
+    Each answer lists all objects of its record in order, with coordinate tokens. The model is trained on the whole
     answer.
 
     \b
@@ -240,8 +240,8 @@ def health_lines(health: Health) -> Iterator[str]:
         yield f"  pairs that overlap too little to be matched: {health.gated:,}"
     if health.as_text:
         yield (
-            f"  {health.as_text:,} answers came as text; for {health.retokenized:,} of them, the server reports a "
-            "different number of tokens"
+            f"  {health.as_text:,} answers were returned as text; for {health.retokenized:,} of them, the number of "
+            "tokens differs from the server's count"
         )
     if health.too_long:
         yield f"  {health.too_long:,} prompts and targets exceed the model's maximum sequence length and were left out"

@@ -22,9 +22,9 @@ def verify(
 ) -> None:
     """Check the metadata and file sizes of a dataset, and that episodes and spans cover every token exactly once.
 
-    Prints OK and the counts of each split. If the dataset has faults, prints one line per fault and exits with code 1.
-    Add --full to read every byte and compare hashes. In datasets written by another program, a token may be in no
-    episode or in several; the output counts such tokens.
+    Prints OK and the number of episodes, tokens and shards in each split. If the dataset has faults, prints one line
+    per fault and exits with code 1. Add --full to read every byte and compare hashes. In datasets written by another
+    program, a token may be in no episode or in several; the output counts such tokens.
 
     \b
     Examples:

@@ -4,8 +4,8 @@
     blocks    S s E U u E A a E U v | S s E U w E A b E EOS …
                                       ~~~~~~~ injected: the system turn and the user marker
 
-Where a block starts determines how many tokens are injected, and so where the next block starts. Blocks are therefore
-planned one after the other; all other steps are vectorized.
+Blocks are planned one after the other, because the start of a block determines how many tokens are injected, and thus
+where the next block starts. All other steps are vectorized.
 
 A block that starts at a marker or at EOS does not reopen a turn, even if the previous turn was not closed.
 """
@@ -66,7 +66,8 @@ def cut_blocks(rows: Rows, block_size: int, *, remainder: Remainder = "pad", led
       it fits, and the user marker.
     - If a reopened user turn does not end in its second block either, the rest of its document is omitted.
     - The loss mask includes an answer only if the block contains all of it, the last user turn before it in the block
-      is complete, and every earlier answer in the block is closed. EOS resets these conditions.
+      is complete, and every earlier answer in the block is closed. Turns before an EOS do not
+      affect answers after it.
     - The last block is padded with EOS or dropped.
     """
     return _blocks(rows, block_size, 0, last=True, remainder=remainder, ledger=ledger)[0]
@@ -118,7 +119,7 @@ class _BlockTurns(NamedTuple):
     row_stop: Index
     """The position at which the turn's document ends."""
     system: Index
-    """The last complete system turn of the conversation up to this turn, or -1."""
+    """Index of the last complete system turn in the conversation up to this turn, or -1."""
 
 
 def _turns(rows: Rows) -> _BlockTurns:
@@ -178,7 +179,7 @@ def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_
             at = stop if user_stop[user] <= stop else row_stop[user]
 
     starts, stops, cut = np.array(taken, dtype=np.int64).reshape(-1, 3).T
-    # A block that does not start inside a user turn has index -1, which selects the appended value.
+    # For a block that does not start inside a user turn, `cut` is -1, which selects the value that np.append adds.
     system, users, injected = np.append(system, -1)[cut], np.append(users, -1)[cut], np.append(injected, 0)[cut]
     return _Cuts(starts, stops, system, users, stops - starts + injected), at
 
@@ -256,7 +257,7 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
         ledger.add("repeated", "goes_on_in_next_block", rows=again)
 
     if not len(cuts.start):
-        # If there is no block, count everything as omitted after an empty block.
+        # If there are no blocks, create an empty block, and count all tokens as omitted after that block.
         cuts = _Cuts(*(np.array([value], dtype=np.int64) for value in (at, at, -1, -1, 0)))
         kept = cuts
     next_start = np.append(cuts.start[1:], end)

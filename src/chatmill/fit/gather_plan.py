@@ -24,14 +24,13 @@ class GatherPlan:
     start: Index
     stop: Index
     first_piece: Index
-    """The first piece of each new segment, followed by the number of pieces."""
+    """Index of the first piece of each new segment. The last entry is the number of pieces."""
     origin: Index
     """The source segment of each new segment, or -1 if it has no source."""
     first_segment: Index
-    """The first new segment of each new row, followed by the number of new segments."""
+    """Index of the first new segment of each new row. The last entry is the number of new segments."""
     rule: NDArray[np.uint8] | None = None
-    """For each piece, OWN_RULE or the rule that sets its weight to 0. With INJECTED, its spans also get the part
-    INJECTED.
+    """For each piece, OWN_RULE or the rule that sets its weight to 0. The rule INJECTED also sets the part.
     """
 
 

@@ -103,16 +103,17 @@ def _check(lengths: Index, capacity: int) -> None:
         return
     row, length = wrong[0], lengths[wrong[0]]
     if length < 1:
-        raise DataError(f"row {row} has {length} tokens; expected at least 1; drop it first")
+        raise DataError(f"row {row} has {length} tokens, but packing requires at least 1; drop the row first")
     what = f"row {row} has {length} tokens, more than the capacity of {capacity}"
     raise DataError(f"{what}; truncate it or split it into blocks first")
 
 
 def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> list[tuple[int, int, int]]:
-    """Place runs of (length, count), longest first; return steps of (first bin, number of bins, rows per bin).
+    """Place runs of rows in bins, longest rows first. A run is (length, number of rows).
 
-    A row makes its bin fuller, so that bin remains the best one for rows of the same length until it is full. Equally
-    full bins receive the same number of rows of one length, so one step fills a range of bins:
+    Return steps of (first bin, number of bins, rows per bin). After a row is placed, its bin is also the best fit for
+    the next row of the same length, until the bin is full. Equally full bins receive the same number of rows of one
+    length, so one step fills a range of bins:
 
         bins 7 to 9 with space for 5, six rows of 2  ->  (7, 3, 2)        space for 1 remains in each
     """

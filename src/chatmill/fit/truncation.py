@@ -274,7 +274,7 @@ def _whole(rows: Rows, capacity: int = 0) -> Truncation:
 
 
 def _ranges(head: tuple[Index, Index], tail: tuple[Index, Index]) -> Truncation:
-    """Return one new row per source row: a head and a tail without context between them."""
+    """Return one new row per source row: a head, an empty context, and a tail."""
     start, stop = (np.column_stack([head[end], tail[0], tail[end]]) for end in (0, 1))
     return Truncation(np.arange(len(start)), start, stop)
 
@@ -287,9 +287,9 @@ def _windows(rows: Rows, capacity: int) -> Truncation:
         system |      asst | user asst                trained: the second; as much of the first as fits is context
         system                  r asst | user asst    trained: the third
 
-    A window contains as many complete exchanges as fit. An exchange longer than a window is split. Its first part fills
-    a window; each further window reserves half of its space for the preceding tokens. A system turn longer than half a
-    window is not repeated.
+    A window contains as many complete exchanges as fit. An exchange longer than a window is split: the first part fills
+    a window, and each further window reserves half of its space for the preceding tokens. A system turn longer than
+    half a window is not repeated.
     """
     turn = turns_of(rows)
     boundaries = [0, *turn.start[turn.begins_exchange].tolist()]
@@ -358,7 +358,7 @@ def _trained(rows: Rows, before: Index, cut: Truncation) -> Index:
 
 
 def _answers_cut(rows: Rows, cut: Truncation) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return whether each new row starts inside an answer, and whether it ends in an answer without its terminator."""
+    """Return whether each new row starts inside an answer, and whether it ends inside an answer."""
     start, stop = cut.start, cut.stop
     context = start[:, 1] < stop[:, 1]
     first = np.where(context, start[:, 1], start[:, 2])

@@ -27,11 +27,11 @@ class TurnTable:
     row: Index
     role: NDArray[np.uint8]
     begins_exchange: NDArray[np.bool_]
-    """Whether the turn is a user turn or the first turn after the head."""
+    """Whether the turn is a user turn or the first turn after the head (BOS and the system turn)."""
     head_stop: Index
-    """For each row, the position after BOS and a leading system turn."""
+    """For each row, the end of the head, which consists of BOS and a leading system turn."""
     anchor: Index
-    """For each row, the last assistant turn, else the last turn, or -1 if the row is empty."""
+    """For each row, the index of the last assistant turn or, without one, of the last turn; -1 if the row is empty."""
 
 
 def turns_of(rows: Rows) -> TurnTable:
@@ -49,7 +49,7 @@ def turns_of(rows: Rows) -> TurnTable:
     is_system = np.append(role, Role.NONE)[first_turn] == Role.SYSTEM
     begins = (role == Role.NONE) & (rows.spans["part"][first_span] == Part.OPEN) & (start == row_start[row])
     begin_stop = np.maximum(by_row(np.maximum, np.where(begins, stop, -1), row, count), row_start)
-    # Text between the system turn and the next turn of a transcript belongs to the head.
+    # In a transcript, the head also includes the text between the system turn and the next turn.
     in_turns = np.flatnonzero(~np.isin(rows.spans["rule"][first_span], (Rule.OUTSIDE, Rule.WHITESPACE)))
     following = np.append(start[in_turns], len(rows.ids))[np.searchsorted(in_turns, first_turn, side="right")]
     head_stop = np.where(is_system, np.minimum(following, rows.row_start[1:]), begin_stop)
@@ -63,7 +63,7 @@ def turns_of(rows: Rows) -> TurnTable:
 
 @dataclass(frozen=True)
 class ExchangeTable:
-    """All turns, whether each starts an exchange, and where each row's head ends."""
+    """The start of each turn, whether the turn starts an exchange, and the end of each row's head."""
 
     start: Index
     row: Index
@@ -77,8 +77,8 @@ def exchanges_of(rows: Rows) -> ExchangeTable:
         BOS system system | asst | user user asst tool asst | system user asst
         head                       exchange                   exchange
 
-    Consecutive user turns start one exchange. A system turn after the head belongs to the adjacent user turn. Turns
-    before the first user turn are a separate exchange.
+    Consecutive user turns start a single exchange. After the head, a system turn next to a user turn belongs to the
+    same exchange as the user turn. Turns before the first user turn are a separate exchange.
     """
     turn, count = turns_of(rows), len(rows)
     number, in_turns = np.arange(len(turn.start)), turn.role != Role.NONE
@@ -125,8 +125,8 @@ def rows_from_ids(
         U u E A a EOS b   ->   U|u|E A|a EOS   b EOS
                                user  asst      outside of every turn
 
-    If another marker comes first, the turn ends there and is not closed. With `eos`, EOS is appended to each document,
-    and every EOS ends a turn and a segment. Without `eos`, a document is one segment.
+    If another marker occurs before `close`, the turn ends at that marker and is not closed. With `eos`, EOS is appended
+    to each document, and every EOS ends a turn and a segment. Without `eos`, a document is one segment.
     """
     ends_with: tuple[int, ...] = () if eos is None else (eos,)
     if len({*openers.values(), close, *ends_with}) < len(openers) + 1 + len(ends_with):
@@ -167,7 +167,7 @@ def rows_from_ids(
     spans["role"] = np.where(inside, np.append(role_at[opens], Role.NONE)[turn], Role.NONE)
     spans["part"] = part_at[start]
     spans["rule"] = np.where(spans["part"] == Part.EOS, Rule.HEADER, Rule.ROLE)
-    # A run of tokens outside of turns also counts as a message. EOS belongs to the last message, as in a rendered row.
+    # Consecutive tokens outside of turns form a message, too. EOS belongs to the last message, as in a rendered row.
     unit = np.cumsum((spans["part"] == Part.OPEN) | (~inside & (spans["part"] != Part.EOS)))
     before = np.append(0, unit)[first_span[:-1]]
     spans["message"] = np.maximum(unit - np.repeat(before, np.diff(first_span)) - 1, 0)

@@ -141,7 +141,7 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
     try:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise DataError(f"{where}: not TOML: {error}") from None
+        raise DataError(f"{where}: not valid TOML: {error}") from None
     faults: list[str] = []
     known = {"name", "tokens", "trained", "default_system", "begin", "end", "body", "requires_user", *ROLES}
     faults += [f'unknown key "{one_line(key)}" (known: {", ".join(sorted(known))})' for key in data if key not in known]

@@ -97,7 +97,7 @@ def open_renderer(
         try:
             format = text_format(tokenizer) if name == TEXT else load_format(name)
         except UnknownFormatError as error:
-            raise UsageError(f"{error}, or text, or template for the chat template of the tokenizer's folder") from None
+            raise UsageError(f"{error}, or text, or template (the chat template of the tokenizer folder)") from None
         try:
             return TurnRenderer(format, open_tokenizer(tokenizer, control=format.tokens, add_tokens=add_tokens))
         except MissingTokensError as error:
@@ -166,7 +166,7 @@ def renderer_from_json(stored: Any, tokenizer: Tokenizer, *, spec: str, where: s
     """Restore a renderer from a preset name or from the result of `to_json`.
 
     `tokenizer` must have been opened from `spec`. The restored renderer produces the same rows as the stored one. Raise
-    `DataError` if it cannot be restored.
+    `DataError` if the renderer cannot be restored.
     """
     try:
         if isinstance(stored, dict) and stored.get("name") == TEMPLATE:

@@ -124,8 +124,8 @@ def split_bodies(
     `flat`.
 
     The ids of control tokens follow the ids of the encoded texts, at the offsets `control_start`. If the tokenizer
-    changes the text of a run, the boundaries between its pieces are unknown. The whole run then becomes one piece of
-    content, and its other pieces are empty.
+    changes the text of a run, the boundaries between the pieces of the run are unknown. In this case, one content piece
+    covers the whole run, and the other pieces of the run are empty.
     """
     pieces = [piece for body in bodies for piece in body]
     parts = np.array([piece.part for piece in pieces], dtype=np.uint8)
@@ -182,7 +182,7 @@ def transcript_turns(record: Record, format: ChatFormat) -> list[str]:
 
 
 EXTENDED = 8
-"""Added to the role code of an extended message. The value is larger than every role code."""
+"""The number added to the role code of an extended message; it is larger than every role code."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def message_columns(records: Sequence[Record], format: ChatFormat, compiled: Com
             messages_by_record[at] = messages_of(record, format)
             added[at] = len(messages_by_record[at]) - counts[at]
     messages = list(chain.from_iterable(messages_by_record))
-    # For speed, one loop collects each message's role and whether it is extended: more than a role and complete text.
+    # For speed, one loop collects the role codes and marks extended messages: those with more than a complete text.
     listed = [
         ROLE_CODES[message.role]
         if message.weight is None

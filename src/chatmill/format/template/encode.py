@@ -142,7 +142,7 @@ class _RowEncoder:
     """Number of tokens that span the boundary of an answer."""
 
     def by_sections(self, laid_out: Sequence[LaidOut]) -> tuple[Rows, NDArray[np.bool_]]:
-        """Encode all rows together. Also return which rows have a boundary whose token position is not exact."""
+        """Encode all rows together. Also return which rows have a boundary without an exact token position."""
         laid_out, inexact = self._with_text_tokens(laid_out)
         rows = self.tables.rows([*map(_LAYOUT, laid_out)])
         table = rows.table
@@ -176,7 +176,7 @@ class _RowEncoder:
     ) -> _Sections:
         """Encode the sections of all rows.
 
-        `numbers` contains the table index of each section, `num_sections` the number of sections in each row.
+        `numbers` contains the table index of each section, and `num_sections` the number of sections in each row.
         """
         in_columns = np.array([one.slots is None for one in laid_out], dtype=bool)
         of_columns = np.repeat(in_columns, num_sections)
@@ -247,8 +247,8 @@ class _RowEncoder:
     ) -> tuple[Index, NDArray[np.bool_]]:
         """Return the token position of each boundary and whether it is exact.
 
-        A token that spans the end of the prompt is context. With generation tags, it belongs to the answer, as in
-        transformers.
+        A token that spans the end of the prompt is context. With generation tags, a token that spans the start of an
+        answer belongs to the answer, as in transformers.
         """
         size = encoded.size[section]
         text_bytes = np.where(table.after_text[borders], size - encoded.literal_bytes[section], 0)

@@ -20,7 +20,7 @@ TOOL_USE = "tool_use"
 @dataclass(frozen=True)
 class TemplateSource:
     name: str
-    """The path of the template, with the key if the file is JSON. Error messages append the line number to the path."""
+    """The path of the template, with the key if the file is JSON. Error messages show it with a line number."""
     source: str
 
 

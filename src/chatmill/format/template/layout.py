@@ -77,7 +77,7 @@ class SimpleSections(NamedTuple):
     takes_columns: bool
     """Whether all texts of the conversation are encoded unchanged.
 
-    The template must not change them, and no text may form a text token with the literals around it.
+    False if the template changes a text, or if a text may form a text token with the literals around it.
     """
 
     def texts(self, slots: Sequence[str]) -> list[str]:
@@ -118,7 +118,7 @@ class TokenLayout:
     simple: SimpleSections | None = None
     """The sections of a layout for a trace, if every section has exactly one slot."""
     splits: dict[tuple[tuple[int, str | None], ...], TokenLayout] = dataclasses.field(default_factory=dict)
-    """Cached layouts in which some cells are split at text tokens; the keys are the pieces."""
+    """Cached layouts in which some cells are split at text tokens; the keys are the pieces of these cells."""
 
 
 @dataclass
@@ -192,7 +192,10 @@ def _split(
     tokens: ControlTokens,
     encoder: ControlEncoder,
 ) -> TokenLayout:
-    """Return a layout with some cells split into pieces: (cell, text token), or (cell, None) for text in a new slot."""
+    """Return a layout in which some cells are split into pieces.
+
+    A piece is (cell, text token), or (cell, None) for text that is filled into a new slot.
+    """
     kinds = [SpanKind(*(int(span[field]) for field in SpanKind._fields)) for span in layout.spans]
     kind_of = np.repeat(np.arange(len(kinds)), np.diff(layout.first_cell)).tolist()
     in_pieces = {at: [token for _, token in group] for at, group in groupby(pieces, key=itemgetter(0))}
@@ -271,7 +274,7 @@ def _layout(
 
 
 class _CellSplitter:
-    """Splits a rendering into cells, with a new cell wherever the kind of the characters changes."""
+    """Splits a rendering into cells, each with a single `SpanKind`."""
 
     def __init__(
         self,
@@ -332,7 +335,7 @@ class _CellSplitter:
             yield _Cell(kind, [text[begin - place : end - place]], token, begin in self.edges)
 
     def _kind(self, number: int, place: int, token_stop: int | None) -> SpanKind:
-        """Return the kind of the characters at `place`.
+        """Return the `SpanKind` of the characters at `place`.
 
         `token_stop` is the end of the control token at `place`, or None if the characters are text.
         """
@@ -363,7 +366,8 @@ class _CellSplitter:
     def _part(self, number: int, answer: AnswerSpan) -> int:
         """Return the `Part` of one piece of an answer.
 
-        A literal has the `Part` of the next field if that belongs to the same message, otherwise of the previous field.
+        A literal gets the `Part` of the next field if that field belongs to the same message. Otherwise, the literal
+        gets the `Part` of the previous field.
         """
         after = bisect_left(self.fields, number)
         for at in (*self.fields[after : after + 1], *self.fields[:after][-1:]):

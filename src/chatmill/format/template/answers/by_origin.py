@@ -1,8 +1,8 @@
 """Derive answers by origin: use the source of each character to find where an answer starts and ends.
 
 Only literals of the template separate the previous messages from the answer. The prompt that a server would send also
-ends with such literals. What the rendering and the prompt have in common is context; the answer starts where they
-diverge.
+ends with literals of the template. What the rendering and the prompt have in common is context; the answer starts where
+the rendering and the prompt diverge.
 
     prompt      … Hi <|im_end|>\\n<|im_start|>assistant\\n
     rendering   … Hi <|im_end|>\\n<|im_start|>assistant\\n<think>\\n  Well …
@@ -68,8 +68,8 @@ def answers_by_origin(
 ) -> list[AnswerSpan]:
     """Return the answer of each message in `assistants`. `ends` contains the tokens at which a server stops, if known.
 
-    The assistant header is taken from the first prompt that has one. `prompts` lists the prompts to search, each by its
-    number of messages.
+    The assistant header is taken from the first prompt that has one. `prompts` contains the number of messages in each
+    prompt to search.
 
     With `prompt_ends`, prompts that end like an earlier prompt are not traced.
     """
@@ -103,9 +103,9 @@ class _OriginSearch:
         }
         """Messages whose loop iteration outputs a field of another message."""
         self.known_starts: dict[str, tuple[str, int]] = {}
-        """Maps the literals before an answer to the end of its prompt and the length of their common prefix."""
+        """Maps the literals before an answer to the end of the prompt and the length of the prefix that both share."""
         self.known_closings: dict[str, int] = {}
-        """Maps the literals after an answer, starting at a control token, to the length of the part that closes it."""
+        """Maps the literals after an answer, starting at a control token, to the length of its closing part."""
 
     def answer(self, message: int) -> AnswerSpan:
         start = self._start(message)

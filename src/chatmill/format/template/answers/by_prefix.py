@@ -1,8 +1,8 @@
 """Derive answers by prefix: compare the prompts that a server would send with the rendering, as plain text.
 
-If the prompt for an answer is a prefix of the rendering, the answer starts where the prompt ends. The conversation up
-to and including the answer may also be a prefix, with or without a generation prompt. The answer then ends with the
-control tokens at the end of that prefix.
+If the prompt for an answer is a prefix of the rendering, the answer starts where the prompt ends. If the conversation
+up to and including the answer is also a prefix of the rendering, with or without a generation prompt, the answer ends
+with the control tokens at the end of that prefix.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def answers_by_prefix(
     """Return the answer of each message in `assistants`, with None for positions that no prefix determines.
 
     `ends` contains the tokens at which a server stops. The assistant header is taken from the first prompt that has
-    one. `prompts` lists the prompts to search, each by its number of messages.
+    one. `prompts` contains the number of messages in each prompt to search.
     """
     token = token_pattern(tokens)
 
@@ -63,8 +63,8 @@ def answers_by_prefix(
         alone = rendered(message + 1, False)
         last = [match[0] for match in token.finditer(prompt)][-1:]
         if not usual and alone is not None and last and alone.rstrip().endswith(last[0]):
-            # The prefix does not show the end, because the template ignores add_generation_prompt and always outputs
-            # the header.
+            # The prefix does not show where the message ends, because the template ignores add_generation_prompt and
+            # always outputs the header.
             return None
         if alone is not None and alone != text and text.startswith(alone):
             return len(alone)

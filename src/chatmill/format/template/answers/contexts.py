@@ -7,9 +7,9 @@ the row, the answer starts after the assistant header:
     row      … Hi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>
                               context              |answer
 
-The row and the prompt may differ in whitespace before the header. They may also diverge after the header, for example
-if only one of them contains `<think>\\n`. The answer then starts where they diverge. Text before the header is not
-compared, because templates rewrite earlier messages.
+The row and the prompt may differ in whitespace before the header. The row and the prompt may also diverge after the
+header, for example if only one of them contains `<think>\\n`. In this case, the answer starts where the row and the
+prompt diverge. Text before the header is not compared, because templates rewrite earlier messages.
 
 This module shares no code with `by_origin` and `by_prefix`, so that it can check their results.
 """
@@ -148,12 +148,12 @@ class ContextFinder:
             return prompt, ""
 
     def unmatched(self, message: int, start: int) -> str:
-        """Return the part of the prompt's header that does not precede `start` in the row."""
+        """Return the part of the prompt's header that is missing before `start` in the row."""
         header = self._prompt(message)[1]
         return header[self._before(header, start) :]
 
     def _common_with(self, header: str, message: int, start: int) -> Context:
-        """Return the part of the header that row and prompt share. Raise if it lacks the core of the header."""
+        """Return the part of the header that row and prompt share. Raise if that part lacks the core of the header."""
         size = self._before(header, start)
         if not self._is_context(header, size, start):
             raise self._mismatch(message, start, header)
@@ -163,7 +163,7 @@ class ContextFinder:
         """Whether row and prompt share exactly `size` characters of a header, enough to identify an assistant turn."""
         common = common_prefix(self.text[start - size :][: len(header) + 1], header, self.token)
         if self.literals[start : start + 1] == FIELD:
-            # Message text can match a control token of the prompt only if the token may come from text.
+            # Message text cannot match a control token of the prompt, except for the tokens in `text_tokens`.
             tokens = (match for match in self.token.finditer(header, size) if match[0] not in self.text_tokens)
             common = min(common, next((match.start() for match in tokens), common))
         return size > 0 and size >= self._core(header) and size == common

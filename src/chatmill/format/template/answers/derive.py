@@ -1,6 +1,7 @@
 """Derive the answers of one conversation with two methods, and reject the conversation if the results differ.
 
-`by_origin` and `by_prefix` share no code. If both determine the start or end of an answer, they must agree.
+`by_origin` and `by_prefix` share no code. If both determine the start or end of an answer, the results must be
+equal.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def derive(
     if mask == "tags":
         answers = answers_by_tags(full, assistants)
     else:
-        # If guards are needed, trace every prompt. Otherwise skip prompts that end like an earlier prompt.
+        # Trace every prompt if guards are needed; otherwise, skip prompts that end like an earlier prompt.
         skip = None if cacheable else prompt_ends
         answers = answers_by_origin(full, assistants, prompts, render_traced, tokens, ends, eos, skip)
         headers = template.headers(pattern)
@@ -180,7 +181,7 @@ def _enter_fields(
 
 
 def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: AnswerSpan, prompt_only: str) -> int:
-    """Return the length of the common prefix of `prompt_only` and the answer's own text, and add guards for it."""
+    """Return the length of the common prefix of `prompt_only` and the answer's own text; add guards to the trace."""
     place = common = 0
     for piece in pieces:
         begins, place = place, place + len(piece.text)

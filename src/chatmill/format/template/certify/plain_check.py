@@ -1,7 +1,7 @@
 """Compare the text of finished rows with the template's prompts, as an independent check for certificates.
 
-The check uses only the ids of a row, the loss mask and the rendered text. It can therefore find errors in the
-derivation of answers.
+The check uses only the ids of a row, the loss mask and the rendered text, so it can find errors in the derivation of
+answers.
 
     prompt    … Hi <|im_end|>\\n<|im_start|>assistant\\n
     row       … Hi <|im_end|>\\n<|im_start|>assistant\\n | Well … <|im_end|> | \\n
@@ -47,7 +47,7 @@ differs                the headers differ: the model would be prompted different
 unknown                decoding the ids does not restore the text of the row
 """
 MARK = "\0"
-"""Inserted after every control token in marked text, because message text may look like a control token."""
+"""A mark after each control token, to distinguish the token from message text that looks like a control token."""
 _WORD = re.compile(r"\w{2,}")
 _LONG_WORD = re.compile(r"\w{4,}")
 

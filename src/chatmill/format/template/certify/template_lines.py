@@ -45,7 +45,7 @@ def history(seen: Observations) -> Finding:
     if not places:
         return Finding("history", Level.PASS, "answers stay the same when more messages follow", details)
     what = f"answers change when more messages follow: {some(places)}"
-    return Finding("history", Level.WARN, f"{what}; use --unroll to train on each answer as it is prompted", details)
+    return Finding("history", Level.WARN, f"{what}; use --unroll to render each answer as the last one", details)
 
 
 def _is_rewritten(seen: Observations, probe: Rendered, answer: CheckedAnswer) -> bool:
@@ -122,7 +122,7 @@ def null_content(seen: Observations) -> Finding:
 
 
 def shapes(seen: Observations) -> Iterator[Finding]:
-    """Yield one line for each reason why the template rejects shapes that no other line reports."""
+    """Yield a line for each reason for rejected record shapes, except for shapes that other lines report."""
     hidden = {SYSTEM.id, REASONING.id, *(record.id for record in PLAIN)}
     if TOOL.id in seen.faults:
         hidden |= {record.id for record in TOOL_SHAPES}
