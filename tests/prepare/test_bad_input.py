@@ -221,7 +221,7 @@ def test_input_that_changes_while_it_is_read_is_not_published(place):
 
 
 RECIPES = {
-    "not valid TOML": ("fit = ", "recipe.toml: not TOML: "),
+    "not valid TOML": ("fit = ", "recipe.toml: not valid TOML: "),
     "a number of 400 digits": (
         f'val_split = {"9" * 400}\n[[source]]\ninputs = ["chat.jsonl"]',
         "recipe.toml: the recipe: val_split must be a number",
