@@ -53,7 +53,7 @@ def check_plain(path: Path) -> int:
 def open_plain(path: Path) -> io.BufferedReader:
     """Open a regular file for reading."""
     check_plain(path)
-    # These flags prevent blocking if a FIFO or a terminal has replaced the file since the check.
+    # O_NONBLOCK and O_NOCTTY prevent blocking if a FIFO or a terminal has replaced the file since the check.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _check(os.fstat(fd).st_mode, path)

@@ -119,7 +119,7 @@ class TurnRenderer:
                     self._check(record)
                 for message in record.messages:
                     if message.train_ranges or (self._joins and len(record.messages) > 1):
-                        # Only encoding shows whether ranges can be mapped to tokens.
+                        # Encode the record to check that its ranges can be mapped to tokens.
                         self.render([record])
                         break
             except RecordError as fault:

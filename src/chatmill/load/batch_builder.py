@@ -119,7 +119,7 @@ def count_sources(plan: LoadPlan, rows: Window, batch: Batch) -> Index:
     if plan.config.mix_by == "tokens":
         kept = np.minimum(plan.reader.locate(rows.episodes).length, plan.capacity)
         return np.bincount(source, weights=kept, minlength=count).astype(np.int64)
-    # Here, sources are numbered from 1, and 0 means no source. Padding after the last segment needs an extra column.
+    # Number the sources from 1, so that 0 means no source. Padding after the last segment needs an extra column.
     of_segment = np.pad(np.searchsorted(first, batch.episode_ids, side="right"), ((0, 0), (0, 1)))
     of_token = np.take_along_axis(of_segment, batch.segments.astype(np.int64), axis=1)
     return np.bincount(of_token[batch.loss_mask], minlength=count + 1)[1:]

@@ -77,7 +77,9 @@ def _fill(
 
 
 class BatchStream:
-    """Iterates over the batches of a plan; if building is faster than the caller, a thread builds batches ahead."""
+    """Iterates over the batches of a plan; if the caller consumes batches more slowly than they are built, a thread
+    prefetches them.
+    """
 
     def __init__(self, builder: BatchBuilder, steps: Iterator[PlannedStep], ahead: int) -> None:
         self.plan = builder.plan

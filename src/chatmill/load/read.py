@@ -21,7 +21,7 @@ from chatmill.store.mapped import check_mapped, mapped_file, reading
 
 Selection = slice | Index
 LARGE_TABLE, RECORDS_PER_LOOKUP = 1 << 26, 1 << 10
-"""Minimum size, in bytes, of a table that is looked up in parts, and the number of records in each part."""
+"""Minimum size in bytes of tables that are looked up in parts, and the number of records in each part."""
 
 
 class Places(NamedTuple):

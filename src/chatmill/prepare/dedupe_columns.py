@@ -42,7 +42,8 @@ _ROWS = 2048
 """Conversations per MinHash call, to limit the memory for the Python integers that it returns."""
 _ENCODER = msgspec.msgpack.Encoder()
 _FIRST_ROLE = 0xF8
-"""Prefix byte of texts with the first role; each further role uses the next byte. These bytes do not occur in UTF-8.
+"""Prefix byte of texts with the first role; each further role uses the next byte. The prefix bytes do not occur in
+UTF-8.
 """
 _WITH_FIELDS = b"\xff"
 _IS_SPACE = np.zeros(256, dtype=bool)

@@ -185,7 +185,7 @@ class RowCells:
         return ragged_index(first[self.which], counts), counts
 
     def rows(self, lengths: Index, ids: Ids) -> Rows:
-        """Build one row per conversation from the lengths of all cells. The origins of the rows stay empty."""
+        """Build one row per conversation from the lengths of all cells. The rows have empty origins."""
         table = self.table
         numbers, counts = self.items(table.first_span)
         spans = table.spans.take(numbers)

@@ -333,7 +333,7 @@ class TemplateRenderer:
             if turns is not record:
                 laid_out = laid_out._replace(notes=(*laid_out.notes, LEFT_OUT))
             if self.encoder.normalizes or laid_out.char_weights is not None:
-                # Only encoding shows whether the boundaries of answers and ranges are exact.
+                # Encode the record to check that its answers and ranges can be mapped to tokens.
                 self._encode([turns], [laid_out], train_on="assistant", tags=False, ledger=Ledger())
         except RecordError as fault:
             raise fault.at(record.file, record.line, record.id) from None

@@ -38,8 +38,8 @@ NOTES = {
     "field_model": NOT_READ,
     "input_format": NOT_READ,
     "input_transform": "chatmill does not run functions on records",
-    "logprobs_field": "chatmill trains on text, not on probabilities",
-    "temperature": "chatmill trains on text, not on probabilities",
+    "logprobs_field": "chatmill does not support distillation from log probabilities",
+    "temperature": "chatmill does not support distillation from log probabilities",
     "skip": "chatmill reads the whole dataset",
     "text_column": NOT_READ,
 }

@@ -52,7 +52,7 @@ def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, us
     sizes |= {"alpha": scale * math.sqrt(sizes["r"]) if rslora else scale}
     sizes |= {"dropout": float(names.default_dropout if dropout is None else dropout)}
     sizes["targets"], left_out = _targets(targets, names, linear=bool(linear))
-    # This sets the whole `lora` table; the code below only reports on the keys.
+    # Set the whole `lora` table here; the code below only reports on the keys.
     translation.train["lora"] = sizes
     assumed = []
     for name, value, part in (
@@ -93,7 +93,7 @@ def _targets(targets: list[str] | None, names: LoraNames, *, linear: bool) -> tu
     kept = [name for name in targets if name not in HEADS]
     if not kept:
         return "all-linear", left_out
-    # Like peft, treat a single name with one of these characters as a regular expression.
+    # Treat a single name that contains a special character as a regular expression, like peft.
     is_expression = len(kept) == 1 and any(character in kept[0] for character in "\\*+|()[]^$")
     return (kept[0] if is_expression else kept), left_out
 
