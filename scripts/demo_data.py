@@ -1,6 +1,6 @@
 """Generate the demo's data: conversations at the desk of a lost property office.
 
-Visitors ask where something is kept, when the office is open, or whether something was found. To find out whether
+Visitors ask where something is kept, when the office is open, or whether something was found. To check whether
 something was found, the clerk calls a tool. The facts never change, and every question has several wordings.
 
 In the training conversations, a careless reply (`Next, please!`) and a complaint precede two out of three answers.

@@ -198,7 +198,7 @@ def score(model_or_run: Path, folder: Path) -> Scores:
         objects = target.valid_objects
         of_answer = score_objects(objects, truth.objects)
         total = total.plus(of_answer)
-        # A box that matches a true object alone, but not when all boxes are matched one to one, is a duplicate.
+        # A box that matches a true object on its own, but not when boxes are matched one to one, is a duplicate.
         alone = sum(score_objects([thing], truth.objects).correct for thing in objects)
         duplicates += alone - of_answer.correct
         valid += answer[-1] == task.eos_id and is_json(task.tokenizer.decode(answer[:-1]))

@@ -1,4 +1,4 @@
-"""Measure when rollout matching pays off. Each setting changes one factor; the control continues to fine-tune.
+"""Measure when rollout matching pays off. Each setting changes one factor; the control continues the fine-tuning.
 
     python examples/detect/study.py run --out runs/study --seeds 0 1 2 --processes 14
     python examples/detect/study.py run --out runs/shown --seeds 3 4 5 6 7 --processes 14 --shown
