@@ -22,7 +22,7 @@ def kept() -> dict[str, Found]:
 
 
 def keep(files: list[Path]) -> dict[str, Found]:
-    """Add the results in these files to the stored results, and return all. Newer results replace older results."""
+    """Add the results in these files to the stored results; return all results. Newer results replace older ones."""
     found = kept() | read_results(files)
     GPU.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     return found

@@ -127,8 +127,8 @@ def changed(count: int) -> int:
 
 
 def write_records(path: Path, count: int, texts: Path | None) -> None:
-    """Write questions of 8 words and answers of 12 words. Every tenth record copies an earlier one and changes its last
-    word.
+    """Write questions of 8 words and answers of 12 words. Every tenth record is a copy of an earlier record with
+    the last word changed.
     """
     rng = random.Random(0)
     words = sorted({word for part in prose_and_code(rng)[0] for word in part.split() if WORD.fullmatch(word)})

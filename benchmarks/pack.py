@@ -255,7 +255,7 @@ def post_training_rows(count: int) -> Rows:
 
 
 def real_shaped(count: int) -> NDArray[np.int64]:
-    """Return lengths like those of chat data: many short ones and a long tail, truncated to the capacity."""
+    """Return lengths like those of chat data: many short lengths and a long tail, truncated to the capacity."""
     draw = np.random.default_rng(20).lognormal(np.log(600) - 0.5, 1.0, count)
     return np.clip(draw.astype(np.int64), 1, CAPACITY)
 

@@ -29,7 +29,7 @@ class Part(NamedTuple):
     name: str
     title: str
     roots: tuple[str, ...]
-    """Names of the functions where the part starts. The first of these names in a stack is used."""
+    """Names of the functions where the part starts; the first match in a stack is used."""
 
 
 PARTS = [

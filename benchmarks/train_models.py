@@ -71,7 +71,7 @@ def quantize(lm: Any, device: str) -> None:
                     module=new,
                 )
                 setattr(parent, name, new.to(device))
-    # peft checks these attributes.
+    # peft checks `is_loaded_in_4bit`.
     lm.is_loaded_in_4bit = True
 
 

@@ -15,7 +15,7 @@ Found = dict[str, Any]
 TOKENS, SHARE, WAIT = 135_000, 0.45, 0.01
 LORA_GIB, FULL_GIB, QLORA_GIB, OFFLOAD_GIB = 34.0, 36.0, 24.0, 16.0
 SPEED = 0.9
-"""Minimum speed of full fine-tuning without float32 master weights, relative to its speed with them."""
+"""Minimum speed of full fine-tuning without float32 master weights, relative to the speed with master weights."""
 
 
 def read_results(files: list[Path]) -> dict[str, Found]:

@@ -148,7 +148,7 @@ def complete(url: str) -> bool:
 
 
 def first_hit(url: str, text: str) -> tuple[float, bool]:
-    """Return the seconds until an episode was found or the search ended, and whether one was found."""
+    """Return the seconds until an episode was found or the search ended, and whether an episode was found."""
     started, start = time.perf_counter(), 0
     while start is not None:
         query = urllib.parse.urlencode({"q": text, "start": start, "limit": 1})

@@ -49,7 +49,7 @@ TOKEN = re.compile(
 AFTER = "{} *after*"
 BEFORE = "{} *before*"
 MORE = "not {}, *written*"
-LEGEND = """The last column lists the tokens on which the two masks differ.
+LEGEND = """The last column lists the tokens on which chatmill's mask and the mask of the tagged version differ.
 *after*: the token comes after the end of the turn, and only the tagged version trains on the token.
 *before*: the token is part of the prompt, and only the tagged version trains on the token.
 *written*: the model has to generate the token so that a server stops, and only chatmill trains on the token."""

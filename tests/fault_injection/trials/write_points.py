@@ -132,7 +132,7 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
 BUILDS = Trial(
     "kill at every write, prepare",
     "Kills a build at each write, sync and rename. The target must be absent, or the complete old or new dataset. "
-    "The resumed build must give the same bytes as an uninterrupted one",
+    "The resumed build must give the same bytes as an uninterrupted build",
     builds,
     full=10_000,
     short=12,
