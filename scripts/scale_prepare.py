@@ -136,7 +136,7 @@ def build(args: argparse.Namespace, name: str, target: Path | Url, engine: Engin
     else:
         parts |= {
             "plan and write shards": (pipeline, "assemble_by_shard"),
-            "gather, hash, write": (pipeline, "assemble"),
+            "gather, hash and write rows": (pipeline, "assemble"),
             "sync and rename": (pipeline, "publish"),
         }
     kept = [(owner, attribute, getattr(owner, attribute)) for owner, attribute in parts.values()]

@@ -56,7 +56,7 @@ def test_verify_reports_how_many_tokens_no_episode_covers(store):
     np.zeros(6, np.float32).tofile("d/train/mask_weighted.bin")
     out = store("verify", "d", "--token-dtype", "uint32")[1]
     counts = "1 shard, 0 tokens in no episode, 1 in more than one"
-    assert out.endswith(f"{counts}\nnot read: train/mask_weighted.bin\n")
+    assert out.endswith(f"{counts}\nfiles not read: train/mask_weighted.bin\n")
     found = json.loads(store("verify", "d", "--json", "--token-dtype", "uint16")[1])
     assert found["unread"] == ["train/mask_weighted.bin"]
 

@@ -1,10 +1,11 @@
 """Write an audit log of the batches that a run trains on, and verify the log.
 
-Audit                      a loader listener that writes the log
-verify_log, AuditResult    recompute every line from the dataset and compare
-replay_step, ReplayedStep  rebuild the exact batch of a step
-saved_states, SavedState   read the audit state from checkpoints, to compare it with the log
-read_log, LogLine, …       read and write the log file line by line
+`Audit` is a loader listener that writes the log.
+`verify_log` recomputes every line from the dataset, compares it with the log, and returns an `AuditResult`.
+`replay_step` rebuilds the exact batch of a step as a `ReplayedStep`.
+`saved_states` reads each `SavedState` from checkpoints, to compare it with the log.
+`read_log` returns the lines of a log file, each as a `LogLine` or a `TornLine`.
+`AuditLog` appends lines to a log file.
 """
 
 from __future__ import annotations

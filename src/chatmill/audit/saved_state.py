@@ -123,7 +123,7 @@ def _differences(state: SavedState, logged: LoggedCheckpoint) -> Iterator[str]:
     if loader is None:
         return
     if not isinstance(loader, dict) or not isinstance(cursors := loader.get("cursors"), dict):
-        yield "loader does not contain a loader state"
+        yield '"loader" is not the state of a loader'
         return
     for name in LOADED_HASHES:
         yield from _value(f"loader.{name}", loader.get(name), logged.loaded.get(name))
@@ -140,7 +140,7 @@ def _run_differences(run: Mapping[str, Any], logged: LoggedCheckpoint) -> Iterat
     """Yield the differences between the log and the values that only `chatmill train` saves."""
     stage = run["stage"]
     if not isinstance(stage, dict) or type(start := stage.get("start")) is not int:
-        yield "stage does not describe a training stage"
+        yield '"stage" is not the state of a training stage'
         return
     yield from _value("step", run.get("step"), start + int(logged.fields["step"]))
     yield from _value("stage.dataset_sha256", stage.get("dataset_sha256"), logged.loaded.get("dataset_sha256"))

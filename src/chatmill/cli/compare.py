@@ -161,7 +161,7 @@ def _print_comparison(console: Console, comparison: Comparison, setup: TRLSetup,
     )
     if comparison.weighted:
         typer.echo(
-            f"{comparison.weighted:,} tokens trained by both have a weight other than 1 in chatmill, and 1 in TRL"
+            f"{comparison.weighted:,} tokens trained by both have a weight other than 1 in chatmill, but 1 in TRL"
         )
     for why, reason in comparison.sorted_reasons():
         tokens = [

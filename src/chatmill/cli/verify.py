@@ -62,6 +62,6 @@ def verify(
                 f"{counted(counts.shards, 'shard')}{outside}{shared}"
             )
         if result.unread:
-            echo_line(f"not read: {', '.join(result.unread)}")
+            echo_line(f"files not read: {', '.join(result.unread)}")
     if result.faults:
         raise typer.Exit(1)

@@ -127,7 +127,7 @@ def _turns(rows: Rows) -> _BlockTurns:
     row_stop = rows.row_start[np.searchsorted(rows.row_start, turns.start, side="right")]
     such = 'blocks require rows of a format such as "post-training"'
     if np.any(part[np.append(begins[1:], True)] != Part.EOS):
-        raise DataError(f"a conversation does not end with EOS; {such}, which adds it")
+        raise DataError(f"a conversation does not end with EOS; {such}, which adds EOS")
     others = rows.ids[turns.start[(turns.role == Role.SYSTEM) | (turns.role == Role.ASSISTANT)]]
     if len(shared := np.intersect1d(rows.ids[turns.start[turns.role == Role.USER]], others)):
         raise DataError(f"token {shared[0]} opens both user turns and other turns; {such}, whose markers are distinct")

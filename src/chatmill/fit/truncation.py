@@ -147,7 +147,7 @@ def truncate_with_sources(
 
 
 def _gathered(rows: Rows, cut: Truncation, shortened: NDArray[np.bool_]) -> Rows:
-    """Return the new rows. Long runs of unchanged rows are copied in one step."""
+    """Return the truncated rows. Long runs of unchanged rows are copied in one step."""
     source = np.where(shortened, -2, cut.source)
     ends = np.flatnonzero(source[1:] != source[:-1] + 1) + 1
     if not len(source) or len(ends) * STRETCH > len(source):

@@ -1,13 +1,16 @@
 """Chat formats and renderers, which turn conversations into token ids and a loss mask.
 
-ChatFormat, TurnMarkers     a chat format; load_format and parse_format return one, PRESETS lists the built-in names
-Renderer                    a chat format with its tokenizer; open_renderer opens one, resolve_format picks the format
-TurnRenderer                the renderer of a ChatFormat
-TemplateRenderer            the renderer of a Hugging Face chat template; TemplateOptions, Mask, TextTokens,
-                            has_template
-renderer_from_json          restores the renderer stored in a dataset or a model; control_tokens_from_json
-record_texts                all texts of a record, to train a tokenizer on
-transcript_turns            the turns of a record as text
+`ChatFormat` is a chat format, and `TurnMarkers` the markers of one role.
+`load_format` and `parse_format` return a `ChatFormat`, and `PRESETS` lists the built-in names.
+`Renderer` is a chat format with its tokenizer.
+`open_renderer` opens a `Renderer`, and `resolve_format` chooses the format.
+`TurnRenderer` renders with a `ChatFormat`, and `TemplateRenderer` with a Hugging Face chat template.
+`TemplateOptions`, `Mask` and `TextTokens` are options for chat templates.
+`has_template` returns whether a tokenizer folder has a chat template.
+`renderer_from_json` restores the renderer stored in a dataset or a model.
+`control_tokens_from_json` returns the control tokens of a stored format.
+`record_texts` yields all texts of a record, to train a tokenizer on them.
+`transcript_turns` returns the turns of a record as text.
 """
 
 from __future__ import annotations

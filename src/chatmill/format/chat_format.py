@@ -112,7 +112,7 @@ class ChatFormat:
 
 
 class UnknownFormatError(UsageError):
-    """The name is neither a preset nor a .toml file."""
+    """Raised if a name is neither a preset nor a .toml file."""
 
 
 def load_format(spec: str | Path) -> ChatFormat:

@@ -22,13 +22,13 @@ Note = Literal[
 ]
 """Notes in the ledger about a rendering.
 
-reasoning_left_out, tools_left_out    the template drops reasoning or tool definitions
-space_before_header                   row and prompt differ in whitespace before the assistant header
-parts_behind_header                   row and prompt diverge after the assistant header
-header_not_in_prompt                  the row has an assistant header, but the prompt has no header
-history_rewritten                     row and prompt differ before the header in more than whitespace
-several_turns                         an answer is rendered as several turns; headers between them are context
-no_end_token                          no token ends an answer (with --allow-no-end-token)
+`reasoning_left_out` and `tools_left_out`: the template drops reasoning or tool definitions.
+`space_before_header`: row and prompt differ in whitespace before the assistant header.
+`parts_behind_header`: row and prompt diverge after the assistant header.
+`header_not_in_prompt`: the row has an assistant header, but the prompt has no header.
+`history_rewritten`: row and prompt differ before the header in more than whitespace.
+`several_turns`: an answer is rendered as several turns; headers between the turns are context.
+`no_end_token`: no token ends an answer (with --allow-no-end-token).
 """
 
 

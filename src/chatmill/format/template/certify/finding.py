@@ -1,9 +1,9 @@
 """Findings, which are the lines of a certificate, and their levels.
 
-PASS   the template has the property
-WARN   training works, but the template makes an unusual choice or rejects a shape of records
-FAIL   the model would be trained on wrong tokens, or some records cannot be used for training
-SKIP   the property was not checked; the line gives the reason
+`PASS`: the template has the property.
+`WARN`: training works, but the template makes an unusual choice or rejects some record shapes.
+`FAIL`: the model would be trained on wrong tokens, or some records cannot be used for training.
+`SKIP`: the property was not checked, for the reason that the line gives.
 """
 
 from __future__ import annotations

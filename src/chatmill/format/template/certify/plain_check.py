@@ -37,14 +37,14 @@ Relation = Literal[
 ]
 """The relation between the row before an answer and the prompt for the answer.
 
-same                   the prompt is a prefix of the row
-space_before_header    whitespace before the header differs
-parts_behind_header    row and prompt diverge after the header, for example if only one of them has `<think>`
-header_not_in_prompt   the row has the usual header, but the prompt has no header
-history_rewritten      the text before the header differs in more than whitespace, but the header is the same
-several_turns          the answer continues in another turn, after a header
-differs                the headers differ: the model would be prompted differently than in training
-unknown                decoding the ids does not restore the text of the row
+`same`: the prompt is a prefix of the row.
+`space_before_header`: row and prompt differ in whitespace before the header.
+`parts_behind_header`: row and prompt diverge after the header, for example if only one of them has `<think>`.
+`header_not_in_prompt`: the row has the usual header, but the prompt has no header.
+`history_rewritten`: the text before the header differs in more than whitespace, but the header is the same.
+`several_turns`: the answer continues in another turn, after a header.
+`differs`: row and prompt have different headers, so the model would be prompted differently than in training.
+`unknown`: decoding the ids does not restore the text of the row.
 """
 MARK = "\0"
 """A mark after each control token, to distinguish the token from message text that looks like a control token."""
