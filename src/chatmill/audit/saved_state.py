@@ -1,7 +1,9 @@
 """Compare the state saved in a checkpoint with the audit log, field by field.
 
-checkpoint   {"audit": {"log", "head", "cursor", "given"}, "loader": {"cursors", "dataset_sha256", …}, …}
-log          dataset_load … steps … checkpoint | step=30 | epoch=0 | …      `head` is the hash of this line
+    checkpoint   {"audit": {"log", "head", "cursor", "given"}, "loader": {"cursors", "dataset_sha256", …}, …}
+    log          dataset_load … steps … checkpoint | step=30 | epoch=0 | …
+
+In the checkpoint, `head` is the hash of the checkpoint line in the log.
 """
 
 from __future__ import annotations

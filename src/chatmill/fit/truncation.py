@@ -282,10 +282,12 @@ def _ranges(head: tuple[Index, Index], tail: tuple[Index, Index]) -> Truncation:
 def _windows(rows: Rows, capacity: int) -> Truncation:
     """Split each row into several rows, so that each token is trained on once.
 
-        system | user asst | user asst | user asst
-        system | user asst                            trained: the first exchange
-        system |      asst | user asst                trained: the second; as much of the first as fits is context
-        system                  r asst | user asst    trained: the third
+        row         system | user asst | user asst | user asst
+        window 1    system | user asst                            trained: the first exchange
+        window 2    system |      asst | user asst                trained: the second exchange
+        window 3    system                  r asst | user asst    trained: the third exchange
+
+    The other tokens of a window are context: the system turn, and as many of the preceding tokens as fit.
 
     A window contains as many complete exchanges as fit. An exchange longer than a window is split: the first part fills
     a window, and each further window reserves half of its space for the preceding tokens. A system turn longer than
@@ -373,8 +375,8 @@ def _keeps_header(rows: Rows, cut: Truncation) -> NDArray[np.bool_]:
 
     Some templates write tools or the system text into the first user message, after its header:
 
-        user header, tools | question | assistant … | user header, question | assistant …
-        user header, tools                          | user header, question | assistant …
+        row        user header, tools | question | assistant … | user header, question | assistant …
+        new row    user header, tools                          | user header, question | assistant …
     """
     head_stop, start = cut.stop[:, 0], cut.start[:, 2]
     leaves_out = (cut.start[:, 0] < head_stop) & (head_stop < start) & (start < cut.stop[:, 2])

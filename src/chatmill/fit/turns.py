@@ -17,9 +17,9 @@ from chatmill.rows import OWN_ID, SPAN, Index, Part, Role, Rows, Rule, mask_runs
 class TurnTable:
     """The turns in a set of rows. A turn consists of the consecutive spans of one message.
 
-    system | user asst | user asst asst | user
-    head     exchange    exchange         exchange
-                              anchor
+    turns    system | user asst | user asst asst | user
+    parts    head     exchange    exchange         exchange
+    anchor                                  ^^^^
     """
 
     start: Index
@@ -74,8 +74,8 @@ class ExchangeTable:
 def exchanges_of(rows: Rows) -> ExchangeTable:
     """Return the exchanges of every row: each is a user turn and everything up to the next user turn.
 
-        BOS system system | asst | user user asst tool asst | system user asst
-        head                       exchange                   exchange
+        turns    BOS system system | asst | user user asst tool asst | system user asst
+        parts    head                       exchange                   exchange
 
     Consecutive user turns start a single exchange. After the head, a system turn next to a user turn belongs to the
     same exchange as the user turn. Turns before the first user turn are a separate exchange.
