@@ -36,7 +36,7 @@ from targets import missed
 HERE = Path(__file__).resolve().parent
 DOCS, RESULTS = HERE.parent / "docs" / "explanation", HERE / ".results"
 BUSY = 0.5
-"""Timings are not reliable if the load average of the last minute is higher than this."""
+"""Timings are not reliable if the load average of the last minute is above this limit."""
 
 
 class Step(NamedTuple):

@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 WIDTH, ROW, TOP, LETTER = 1000, 17, 40, 6.4
 LEAST = 0.004
-"""Frames with a smaller share of the samples are omitted."""
+"""Frames with less than this share of the samples are omitted."""
 STYLE = """
     svg { background: #ffffff }
     text { font: 11px ui-monospace, "DejaVu Sans Mono", monospace; fill: #1f2328; pointer-events: none }

@@ -122,7 +122,7 @@ def verifying(dataset: Path) -> dict[str, float]:
 
 
 def loading(dataset: Path) -> dict[str, float]:
-    """Return the milliseconds per packed batch. The first batch, which includes planning a window, is separate."""
+    """Return the milliseconds per packed batch. The first batch, which includes planning, is measured separately."""
     # The loader imports torch, which would add to the memory of the other measurements.
     from chatmill.load.loader import EpisodeLoader
 

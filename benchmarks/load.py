@@ -5,10 +5,10 @@
     python benchmarks/load.py --billion                 also a billion episodes, in sparse files
 
 chatmill and the peer load shuffled batches of the same rows, without worker processes. The peer's rows are truncated,
-packed (best fit decreasing) and masked beforehand; chatmill does this while it loads. chatmill's batches contain x, y,
-the loss mask, weights, positions, segments and episode ids. The peer's batches contain ids and labels, and either the
-attention mask or, for varlen attention, positions and sequence lengths. The benchmark first checks that chatmill and
-the peer produce the same tokens and labels. Memory is measured in separate processes.
+packed (best fit decreasing) and masked beforehand; chatmill truncates, packs and masks rows while it loads them.
+chatmill's batches contain x, y, the loss mask, weights, positions, segments and episode ids. The peer's batches contain
+ids and labels, and either the attention mask or, for varlen attention, positions and sequence lengths. The benchmark
+first checks that chatmill and the peer produce the same tokens and labels. Memory is measured in separate processes.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ RATES = {
     "adafactor": (1e-3, 3e-3, 1e-2, 3e-2),
     "muon": (3e-5, 1e-4, 3e-4, 1e-3),
 }
-"""Learning rates to try; adafactor's are relative to the RMS of the weights."""
+"""Learning rates to try; for adafactor, they are relative to the RMS of the weights."""
 SAME_RATE = {"adamw8bit": "adamw", "adamw_bf16": "adamw", "fp8": "adamw", "nearest": "adamw"}
 CONTROL = "nearest"
 PRETRAIN_RATE = 1e-3

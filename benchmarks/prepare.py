@@ -89,7 +89,7 @@ def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
 class Bare:
     """Measure the floor: decoding, encoding and writing, each separately and as fast as its library allows.
 
-    Every run uses a new forked process. As in the workers of a build, the tokenizer has not encoded anything yet.
+    Every run uses a new forked process. The tokenizer starts with empty caches, as in the workers of a build.
     Each process prepares its own input before the timer starts, because the first access to a shared page causes a
     page fault.
     """
