@@ -248,8 +248,9 @@ TARGETS = [
         lambda r: _gpu(r, "0.6b-own-adamw", "tokens_per_s"),
         " /s",
         0,
-        left="of the 250 ms of a step, matrix products take 145 ms (at 0.9 of their highest speed), attention takes "
-        "44 ms, and elementwise operations take 40 ms (using most of the memory bandwidth).",
+        left="of the 243 ms of a step, matrix products take 145 ms (at 0.9 of their highest speed), attention takes "
+        "37 ms, and elementwise operations take 40 ms (using most of the memory bandwidth). GPUs differ: another "
+        "H200, with matrix products at 804 instead of 787 TFLOP/s, reached 137,315 tokens/s.",
     ),
     Target("training 0.6 B: GPU memory", 60, lambda r: _gpu(r, "0.6b-own-adamw"), " GiB", 1, most=True),
     Target(

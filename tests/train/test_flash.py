@@ -7,15 +7,17 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from model_fixtures import SIZES, conversation, inputs, packed, small_gpt
 
-from chatmill.train import attention, flash, hf
+from chatmill.train import attention, flash, flash_heads, hf, rotary
 from chatmill.train.attention import attend, dense_mask, segment_start
 from chatmill.train.flash import Bounds, bounds_of, remember_bounds
 from chatmill.train.hf import HFModel
 from chatmill.train.hf_attention import FLASH_TYPES
+from chatmill.train.rotary import rotate, rotations
 
 CHATS = [conversation(length, seed=length) for length in (15, 9, 26, 3, 7, 1)]
 BATCH = packed([CHATS[:3], CHATS[3:]], 53)
@@ -104,6 +106,49 @@ def test_attention_and_its_gradients_are_those_of_the_dense_mask(on_any_device):
     grads = (torch.autograd.grad(out, (q, k, v), towards) for out in (ours, theirs))
     for a, b in zip(*grads, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+def plain_rotated(qkv, q_weight, k_weight, cos, sin, heads, eps):
+    size = cos.shape[-1]
+    q, k, _ = qkv.unflatten(-1, (-1, size)).split([*heads, heads[1]], dim=-2)
+    if q_weight is not None:
+        q, k = F.rms_norm(q, (size,), q_weight, eps), F.rms_norm(k, (size,), k_weight, eps)
+    return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+def plain_rotated_backward(grads, qkv, q_weight, k_weight, cos, sin, eps):
+    """Gradients of `plain_rotated` and of the values, computed by autograd."""
+    dq, dk, dv = grads[0], grads[1].sum(0), grads[2].sum(0)
+    given = [part if part is None else part.detach().requires_grad_() for part in (qkv, q_weight, k_weight)]
+    with torch.enable_grad():
+        q, k = plain_rotated(*given, cos, sin, [dq.shape[2], dk.shape[2]], eps)
+        v = given[0].unflatten(-1, (-1, cos.shape[-1]))[:, :, -dv.shape[2] :]
+        found = torch.autograd.grad([q, k, v], [part for part in given if part is not None], [dq, dk, dv])
+    return found[0], torch.stack(found[1:]) if q_weight is not None else qkv.new_empty(2, cos.shape[-1])
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 2), (5, 1)])
+def test_attention_over_a_joint_projection_and_its_gradients_equal_those_of_its_heads(
+    on_any_device, monkeypatch, heads, norm
+):
+    monkeypatch.setattr(flash_heads, "rotated", plain_rotated)
+    monkeypatch.setattr(rotary, "rotated_backward", plain_rotated_backward)
+    torch.manual_seed(0)
+    counts = [heads[0], heads[1], heads[1]]
+    cos, sin = rotations(BATCH.positions, 8, 1e4)
+    given = [torch.randn(2, 53, sum(counts) * 8), *(torch.rand(8) for _ in range(2 * norm))]
+    for part in given:
+        part.requires_grad_()
+    weights = tuple(given[1:]) or None
+    found = flash_heads.flash_heads(given[0], weights, cos, sin, counts, 1e-6, bounds_of(BATCH.segments))
+    q, k = plain_rotated(given[0], *(weights or (None, None)), cos, sin, counts[:2], 1e-6)
+    v = given[0].unflatten(-1, (-1, 8))[:, :, -heads[1] :]
+    wanted = attend(q, k, v, dense_mask(segment_start(BATCH.segments)))
+    assert torch.allclose(found, wanted, atol=1e-6)
+    towards = torch.randn_like(wanted)
+    for a, b in zip(*(torch.autograd.grad(out, given, towards) for out in (found, wanted)), strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
 
 
 # torch.compile causes warnings in its own code.
