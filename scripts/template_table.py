@@ -1,4 +1,4 @@
-"""Certify every chat template in TRL, and compare the derived masks with those of TRL's tagged templates.
+"""Certify every chat template in TRL, and compare chatmill's loss masks with those of TRL's tagged versions.
 
     python scripts/template_table.py            print the table
     python scripts/template_table.py --write    write it to docs/explanation/templates.md
@@ -61,11 +61,11 @@ class Line(NamedTuple):
     origin: int
     starts: int
     stops: int
-    """Number of answers derived by origin, and number of their starts and ends that were also found by comparing
-    prefixes.
+    """The number of answers that chatmill finds by tracking the origin of each character (`origin`), and how many of
+    their starts and ends a comparison of prefixes also finds (`starts`, `stops`).
     """
     tagged: str
-    """A description of how the mask of the tagged version differs from the derived mask."""
+    """A description of how the mask of the tagged version differs from chatmill's mask."""
 
     @property
     def certified(self) -> bool:
@@ -117,7 +117,7 @@ def line(name: str, tokenizer: Path, peer: PreTrainedTokenizerFast) -> Line:
 
 
 def derived_probes(process: TemplateProcess, mask: Mask) -> dict[str | None, DerivedAnswers]:
-    """Return the derived answers of all accepted probes, by probe id."""
+    """Return the answers in each probe that the template accepts, by probe id."""
     template = process.templates[0]
     derived = {}
     for probe in BASIC:
@@ -169,7 +169,7 @@ def peer_ids(
 
 
 def tagged(name: str, original: TemplateRenderer, derived: Mapping[str | None, DerivedAnswers], tokenizer: Path) -> str:
-    """Describe how the mask of TRL's tagged version differs from the derived mask, for probes that both versions
+    """Describe how the mask of TRL's tagged version differs from chatmill's mask, for probes that both versions
     render to the same text.
     """
     has_tags = "{%- generation -%}" in original.folder.template.source
@@ -200,7 +200,7 @@ def spans(answers: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int]
 
 
 def differences(text: str, ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> list[tuple[str, str]]:
-    """Return the parts of the text that are in only one of the two masks, with the reasons."""
+    """Return each piece of text that is in only one of the two masks, with the reason."""
     mine = {at for start, stop in ours for at in range(start, stop)}
     tags = {at for start, stop in theirs for at in range(start, stop)}
     stretches = []

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Loader(yaml.SafeLoader):
-    """Reads mkdocs.yml, whose `!!python` tags name functions, as plain values."""
+    """A YAML loader for mkdocs.yml that reads a `!!python` tag as the name of its function."""
 
 
 Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)

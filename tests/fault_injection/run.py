@@ -3,9 +3,9 @@
     python tests/fault_injection/run.py                       run all trials and update docs/explanation/reliability.md
     python tests/fault_injection/run.py --short               run the same trials at small sizes
     python tests/fault_injection/run.py --only kill --seed 7  run the trials whose name contains a word
-    python tests/fault_injection/run.py --planted             plant bugs in chatmill; a trial must notice each of them
+    python tests/fault_injection/run.py --planted             plant bugs in chatmill; a trial must detect each of them
 
-Exit with 1 if anything was lost or silently wrong, or if a planted fault was not noticed.
+The exit code is 1 if data was lost or silently wrong, or if a trial did not detect a planted bug.
 """
 
 from __future__ import annotations

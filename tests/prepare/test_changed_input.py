@@ -193,7 +193,7 @@ def test_a_file_that_changes_while_the_build_runs_stops_it(tmp_path, monkeypatch
         renderer = pipeline.job_renderer(job)
         monkeypatch.setattr(pipeline, "job_renderer", lambda job: [changed_by(path, data), renderer][1])
     if (change, moment) in (("other bytes", "before the first unit"), ("another file", "before the first unit")):
-        # The lines of the new file have the same lengths and all units read it, so the build succeeds.
+        # The lines of the new file have the same lengths, and all units read the new file, so the build succeeds.
         prepare_dataset(job, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, **options)
         monkeypatch.undo()
         build(job, tmp_path / "whole")

@@ -75,7 +75,7 @@ class Proxy:
         self._tell({"bandwidth": bandwidth, "latency": latency})
 
     def requests(self, *, forget: bool = True) -> list[tuple[str, str, str]]:
-        """Return the method, path and Range of the requests since the last call that cleared them."""
+        """Return the method, path and Range header of each request since the list of requests was last cleared."""
         return [tuple(each) for each in self._tell({"requests": forget})]
 
     def _tell(self, order: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Real files are read using only the tables of docs/reference/files.md.
+"""Read real files using only the tables in docs/reference/files.md.
 
 Types and offsets are parsed from the page, so the tests fail if a table is wrong.
 """

@@ -66,7 +66,7 @@ def test_noisy_runs_have_few_false_alarms(noise, most):
     rng = np.random.default_rng(0)
     values = {
         "normal": 2 + 0.3 * rng.normal(size=20_000),
-        # The losses of batches with a few short answers are this noisy.
+        # Batches with only a few short answers have losses with about this much noise.
         "lognormal": 2 * np.exp(0.5 * rng.normal(size=20_000)),
         "exponential": 0.3 + rng.exponential(size=20_000),
     }

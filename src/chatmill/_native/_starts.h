@@ -63,8 +63,8 @@ static inline uint64_t fill_down(uint64_t marked, uint64_t through) {
 
 /* Return the word starts that do not depend on text after the window. A word start is certain only if the window
    contains all text that may change it: the next character, a whole contraction, or a whole run of spaces. If the text
-   ends in the window, the result includes the end. The first byte of the window is always a word start and is not
-   included. */
+   ends in the window, the result also marks the end of the text. The first byte of the window is always a word start
+   and is not included. */
 static inline uint64_t certain(const Window *window, uint64_t starts, size_t left) {
     if (window->ends) return ((starts & window->inside) | ONE << left) & ~ONE;
     int known = window->known;
@@ -95,7 +95,7 @@ static inline uint64_t starts_of_numbers(uint64_t number, int digits) {
     return starts;
 }
 
-/* Return the word starts for every pattern except GPT-2. */
+/* Return the word starts for any split pattern other than GPT-2's. */
 static ALWAYS_INLINE uint64_t starts_of(const uint8_t *at, size_t left, int pattern) {
     Window w = window_at(at, left, pattern);
     uint64_t tabs = w.space & ~w.line; /* whitespace characters other than line ends */

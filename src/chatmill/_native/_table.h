@@ -108,8 +108,8 @@ static inline Merge *merge_of(const Table *self, uint32_t left, uint32_t right) 
     }
 }
 
-/* Return the merge rank of a pair in the high bits and its position in the low bits. Pairs with lower values are
-   merged first. */
+/* Return the merge rank of a pair in the high bits, and the position of the pair in the word in the low bits. Pairs
+   with lower values are merged first. */
 static inline uint32_t pair_at(const Table *self, const uint32_t *ids, uint32_t at, uint32_t next, uint32_t *into) {
     const Merge *merge = merge_of(self, ids[at], ids[next]);
     *into = merge->id;

@@ -87,7 +87,9 @@ def cache_config(source: str, flags: Mapping[str, Any], *, input_flag: str) -> C
 class BuildOptions:
     """Options that all build-sft commands share; see `cli/expand.py`."""
 
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing cache and rejects file.")] = False
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing cache and an existing rejects file.")
+    ] = False
     as_json: AsJson = False
 
 

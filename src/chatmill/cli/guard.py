@@ -1,4 +1,4 @@
-"""Report errors of commands: one line on standard error and an exit code, without a traceback."""
+"""Report the error of a command as one line on standard error, with an exit code and without a traceback."""
 
 from __future__ import annotations
 

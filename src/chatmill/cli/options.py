@@ -90,7 +90,7 @@ def print_ledger(ledger: Ledger) -> None:
 
 
 def print_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str | int]]) -> None:
-    """Print a table of text columns and right-aligned number columns. Long texts are folded, not shortened."""
+    """Print a table of text columns and right-aligned number columns. Long texts are wrapped, not truncated."""
     table = Table(*(Column(name, overflow="fold") for name in texts), box=None, pad_edge=False, header_style="")
     for column in numbers:
         table.add_column(column, justify="right")
@@ -152,8 +152,8 @@ def counting(what: str) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def counting_after_fork(what: str) -> Iterator[Callable[[int], None]]:
-    """Like `counting`, but start the display, which runs a thread, at the first count. Workers must be forked before
-    any thread starts.
+    """Like `counting`, but start the display only at the first count, because the display uses a thread, and workers
+    must be forked before any thread starts.
     """
     with ExitStack() as display:
         add: Callable[[int], None] | None = None

@@ -106,7 +106,7 @@ def prepare_command(
     rejects: RejectsFile = None,
     allow_code: AllowCode = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing dataset and rejects file.")
+        bool, typer.Option("--overwrite", help="Replace an existing dataset and an existing rejects file.")
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted build.")] = False,
     as_json: AsJson = False,
@@ -230,7 +230,7 @@ def _summary(output: Place, metadata: Metadata) -> dict[str, Any]:
 
 
 def _length_options(job: Job) -> str:
-    """Return the options that must be raised for longer rows; --max-tokens may not exceed --pack."""
+    """Return the options to raise for longer rows; --max-tokens cannot exceed --pack."""
     if job.pack is None or (job.max_tokens is not None and job.max_tokens < job.pack):
         return "--max-tokens"
     return "--pack" if job.max_tokens is None else "--pack and --max-tokens"

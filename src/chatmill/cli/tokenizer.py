@@ -19,7 +19,7 @@ from chatmill.store.files import refuse_existing, write_file
 from chatmill.tokenizer import open_tokenizer, train_bpe
 
 MOST_TOKENS = 2**24
-"""Upper limit of --vocab-size, larger than any real vocabulary. The trainer allocates memory for the whole
+"""Upper limit of --vocab-size, larger than any real vocabulary. Tokenizer training allocates memory for the whole
 vocabulary."""
 
 app = command_group("Train a tokenizer, or inspect one.")

@@ -75,7 +75,7 @@ class EpisodeDataModule(LightningDataModule):
         self._loader: EpisodeLoader | None = None
         self._trained: TrainedSteps | None = None
         self._loaded: Mapping[str, Any] | None = None
-        """State from the checkpoint to resume."""
+        """State from the checkpoint to resume from."""
         self._audit_state: Mapping[str, Any] | None = None
         """State of the audit log at the end of the last `fit`."""
 

@@ -32,7 +32,7 @@ class TrainedSteps:
         self.audit = audit
         self._fetched: deque[FetchedStep] = deque()
         self._epoch_start: list[Callable[[], None]] = []
-        """The call that reports the start of an epoch; it is made when the next batch is reported."""
+        """The call that reports the start of an epoch, just before the report of the epoch's first batch."""
 
     def report(self, steps: int) -> None:
         """Report all fetched steps before step `steps`."""

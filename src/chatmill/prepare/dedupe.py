@@ -30,10 +30,10 @@ Pairs = tuple[Numbers, Numbers]
 COMPARED = 32
 """Maximum number of preceding candidates to compare a record with, in addition to the first candidate."""
 PAIRS = 2**16
-"""Number of pairs whose signatures are in memory at once."""
+"""Number of pairs for which signatures are in memory at the same time."""
 LOWER = np.uint64(2**32 - 1)
 MEMBERS = 2**18
-"""Number of candidates whose pairs are listed at once."""
+"""Number of candidates to pair with each other at a time."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class _Files:
         return np.int32 if self.count < 2**31 else np.int64
 
     def column(self, name: str, *, band: int | None = None) -> Iterator[tuple[slice, NDArray[Any]]]:
-        """Yield a column file by file: the range of record indexes, and the values of these records."""
+        """For each file, yield its range of record indexes, and the values of a column for these records."""
         for at, file in enumerate(self.files):
             if self.start[at] < self.start[at + 1]:
                 unit = file.head()

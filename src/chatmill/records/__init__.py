@@ -1,11 +1,12 @@
 """Read conversations of any supported shape from files into `Record` objects.
 
-Record, Message, ToolCall    a conversation; also built from OpenAI and Hugging Face dicts
-read_records                 all records of files, globs, folders and URLs, in order
-SHAPES, ShapeOptions         supported record shapes, detected from the first records of a file
-plan, FilePart, read_part, read_blocks, ChatColumns    reading in parts and blocks, for workers
-unroll_record, Unrolled      a conversation as one row per answer
-InputFiles, ReadLog, BytesRead                         detect files that change while they are read
+`Record`, `Message` and `ToolCall` represent a conversation; they can also be built from OpenAI and Hugging Face dicts.
+`read_records` reads all records of files, globs, folders and URLs, in order.
+`SHAPES` lists the supported record shapes, and `ShapeOptions` contains their options.
+`plan` returns one `FilePart` per file, and `read_part` and `read_blocks` read the records of a part.
+`ChatColumns` stores plain conversations in columns.
+`unroll_record` returns an `Unrolled` object, which has one row per answer.
+`InputFiles`, `ReadLog` and `BytesRead` detect files that change while they are read.
 
 Names are imported on first use.
 """

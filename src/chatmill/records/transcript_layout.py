@@ -5,8 +5,8 @@ spans, and j for JSON outside spans. The text inside a span is dropped, except f
 
     <|USER|> hi <|END|> <|ASSISTANT|> yo <|END|>   ->   UEAE
 
-The reduced lines are parsed in two ways: with a new record on each line, and with a new record only after `<|EOS|>`.
-Most lines have the same letters as an earlier line, so results are cached.
+The sequence of letters is parsed in two ways: with a new record on each line, and with a new record only after
+`<|EOS|>`. Many lines have the same sequence of letters, so the results are cached.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TranscriptLayout(IntFlag):
     JSON = 4
     """Set if a line is JSON, which a stream cannot contain."""
     JOINS = 8
-    """Set if a conversation has several lines when read as a stream, so the two shapes give different records."""
+    """Set if a conversation extends over several lines, so that reading line by line gives different records."""
     CROSSES = 16
     """Set if a span extends over several lines, so reading line by line would split the span."""
     SECOND_SYSTEM = 32
@@ -70,7 +70,7 @@ class _Conversation(NamedTuple):
     spans: bool = False
     """Whether there was a span since the last EOS."""
     span: str = ""
-    """Letter of the open span, if any."""
+    """Role letter of the open span (S, U or A), or an empty string."""
     over: bool = False
     """Whether the open span started on an earlier line."""
     has_user: bool = False
@@ -109,7 +109,7 @@ def _read(state: _Readings, letters: str) -> tuple[_Readings, int]:
 
 
 def _walk(state: _Conversation, letters: str) -> tuple[_Conversation, int]:
-    """Parse letters, starting from a state; report only answers that the loss mask would include."""
+    """Parse letters from a given parser state; set the answer flag only for answers that would be trained on."""
     begun, spans, span, over, has_user, left_open = state
     seen = 0
     for letter in letters:
@@ -139,7 +139,7 @@ def _walk(state: _Conversation, letters: str) -> tuple[_Conversation, int]:
 
 
 def _line_parts(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Yield lines as letters, including line ends; a line in several chunks is yielded in parts."""
+    """Yield the letters and the line end of each line; a line that spans several chunks is yielded in parts."""
     held, in_span = b"", False
     for chunk in chunks:
         data = held + chunk
@@ -154,7 +154,7 @@ def _line_parts(chunks: Iterable[bytes]) -> Iterator[str]:
 
 
 def _letters(data: bytes, *, in_span: bool) -> tuple[str, bool]:
-    """Return the letters of a text, and whether it ends inside a span."""
+    """Reduce a text to letters; also return whether the text ends inside a span."""
     first, *pieces = _MARK.split(data)
     letters = [_text(first, in_span=in_span)]
     for mark, text in zip(pieces[::2], pieces[1::2], strict=True):

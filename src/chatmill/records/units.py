@@ -97,7 +97,7 @@ def cut(path: Place, *, size: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut_object(url: Url, *, size: int, end: int) -> Iterator[tuple[int, int]]:
-    """Like `cut`, for an object; the ends of all pieces are requested in parallel."""
+    """Like `cut`, but for a file in an object store; the ends of all pieces are requested in parallel."""
     least = range(size - 1, end - 1, size)
     stops = in_threads(lambda at: _line_end(url, at, end), least, here=url.scheme == "memory")
     start = 0
@@ -240,7 +240,7 @@ def _pieces(file: BinaryIO, chunk: int) -> Iterator[tuple[bytes, bytes]]:
                 start = at
                 # Treat all text after the end of the array as one element.
                 depth = math.inf if sign == b"]" else 0
-        # Read a backslash at the end again, together with the byte that it escapes.
+        # Keep a backslash at the end of the chunk, and read it again together with the byte that it escapes.
         stop = at if in_string else len(data)
         yield data[start:stop], b""
         held = data[stop:]

@@ -170,7 +170,7 @@ class _EndError(Exception):
 
 
 def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
-    """Return the entries of the root object from `at` on, and how the scan ended."""
+    """Return the entries of the root object, starting at offset `at`, and how the scan ended."""
     entries: list[ParsedEntry] = []
     start = _space(data, at)
     if data[start : start + 1] == b"}":
@@ -210,7 +210,7 @@ def _boxes(data: bytes, at: int) -> list[Box]:
 
 
 def _entry(data: bytes, start: int) -> tuple[ParsedEntry | None, Ended | None]:
-    """Return the entry at an offset, if any, and how the scan ended, or None if the scan continues."""
+    """Return (entry, ended): the entry at an offset or None, and how the scan ended or None if the scan continues."""
     key, value = "", start
     try:
         key, value = _key(data, start)

@@ -69,7 +69,7 @@ SORTS = {
     "highest_loss": Sort("loss", True),
     "lowest_loss": Sort("loss", False),
 }
-"""Sort orders of the list of episodes other than dataset order. Episodes without a loss come last."""
+"""Sort orders for the list of episodes, in addition to dataset order. Episodes without a loss come last."""
 
 
 class SearchHits(NamedTuple):
@@ -163,7 +163,7 @@ class SplitIndex:
     def search(
         self, query: bytes, start: int, limit: int, *, kept: NDArray[np.bool_] | None = None, seconds: float = 0.3
     ) -> SearchHits:
-        """Return up to `limit` of the `kept` episodes that contain a folded query, starting at `start`.
+        """Return up to `limit` of the `kept` episodes that contain a case-folded query, starting at episode `start`.
 
         The search stops after about `seconds`; continue it from `SearchHits.after`.
         """
@@ -203,7 +203,7 @@ class SplitIndex:
                 yield at, min(at + READ, end_byte)
 
     def _candidates(self, query: bytes, first: int, last: int) -> NDArray[np.bool_]:
-        """Return, for each block of the text from `first` to `last`, whether a match of the query may begin in it."""
+        """For each text block from `first` to `last`, return whether a match of the query may begin in the block."""
         grams = self.grams[first:last]
         candidate = np.ones(last - first, dtype=np.bool_)
         if len(query) >= GRAM and len(grams):
@@ -231,7 +231,7 @@ def sources_of(episodes: Episodes) -> list[str]:
 
 
 def gram_hashes(text: bytes) -> Index:
-    """Return the index of the bit for each sequence of four bytes in the text."""
+    """Hash each sequence of four bytes in the text to the index of a bit."""
     wide = np.frombuffer(text, dtype=np.uint8).astype(np.uint32)
     runs = wide[:-3] | wide[1:-2] << np.uint32(8) | wide[2:-1] << np.uint32(16) | wide[3:] << np.uint32(24)
     hashes: Index = (runs * np.uint32(0x9E3779B1) >> np.uint32(33 - BITS.bit_length())).astype(np.int64)

@@ -29,7 +29,7 @@ HOST = "127.0.0.1"
 INDEX_DELAY = 0.5
 """Delay in seconds before the index is built, to keep the first page fast."""
 HOST_NAMES = {"127.0.0.1", "localhost", "[::1]"}
-"""Accepted host names, on any port because a tunnel may use another port.
+"""Accepted host names. Any port is accepted, because a tunnel may use another port.
 
 A request with any other host name may be a DNS rebinding attack.
 """

@@ -1,15 +1,12 @@
 """Datasets from other programs: tokens.bin, episodes.idx and optionally mask.bin, in shards or in train/ and val/.
 
-tokens.bin does not record the number of bytes per token, and a wrong number gives wrong ids without an error. The
-number of bytes per token is taken from the first source in this list that is available:
-
-1. `token_dtype`, if the caller passes it
-2. mask.bin, which has one byte per token
-3. a type in dataset_metadata.json or, without a type, the token counts of its splits
-4. the index: tokens are uint16, as in the specification, if an episode ends in the second half of the file
-
-If no source is available, the dataset is refused until `token_dtype` is set. If several sources are available, they
-must agree.
+tokens.bin does not record the number of bytes per token, and a wrong number gives wrong ids without an error.
+If the caller passes `token_dtype`, tokens have this type.
+If mask.bin exists, the file sizes give the number of bytes per token, because mask.bin has one byte per token.
+Without mask.bin, the type or the token counts in dataset_metadata.json give the number of bytes per token.
+Without mask.bin and metadata, tokens are uint16 if episodes would extend past the end of the file with uint32 tokens.
+If the number of bytes per token is ambiguous, the dataset is refused until `token_dtype` is set.
+The mask, the metadata and `token_dtype` must not contradict each other.
 """
 
 from __future__ import annotations
@@ -266,7 +263,7 @@ def _shard_files(folder: OpenFolder, place: Path) -> _ShardFiles:
         if folder.status(path) is not None and not folder.is_file(path):
             raise DataError(f"{path}: is not a file; copy the dataset again")
     if not folder.is_file(index):
-        raise DataError(f"{index}: no such file; every shard must have this file; copy the dataset again")
+        raise DataError(f"{index}: no such file, but every shard must have this file; copy the dataset again")
     if (size := folder.stamps[index].size) % EPISODE.itemsize:
         raise DataError(f"{index}: is {size} bytes; expected a multiple of {EPISODE.itemsize}")
     if not folder.is_file(tokens):
@@ -283,7 +280,7 @@ def _shard_files(folder: OpenFolder, place: Path) -> _ShardFiles:
 
 
 def unread_files(folder: OpenFolder) -> list[str]:
-    """Return the files in shards that chatmill does not read."""
+    """Return the files in shard folders, except the files that chatmill reads."""
     known = {INDEX, TOKENS, MASK}
     return [
         str((place / name).relative_to(folder.path))

@@ -69,7 +69,7 @@ class TextTokenizer(Protocol):
 
 
 class Backend(Protocol):
-    """Encodes text with one kind of tokenizer file. No text becomes a control token."""
+    """Encodes text with one kind of tokenizer file. Text is never encoded as a control token."""
 
     @property
     def engine(self) -> str:
@@ -103,9 +103,9 @@ def is_markup(token: str) -> bool:
 def aliases(control: Mapping[str, int]) -> dict[str, str]:
     """Return, for each control token, a name that no text can contain.
 
-    A control token is renamed instead of removed, because removing it would change the ids of later tokens. Every
-    process generates a new random secret for the names, so no message can contain a name. Token ids do not depend on
-    this random secret, and no name is a prefix of another name.
+    A control token is renamed instead of removed, because removing it would change the ids of later tokens. Each
+    name contains a random secret that every process generates anew, so no message can contain a name. Token ids do not
+    depend on the secret, and no name is a prefix of another name.
     """
     secret = secrets.token_hex(16)
     return {token: f"\U0010ffff{secret}:{id}\U0010ffff" for token, id in control.items()}

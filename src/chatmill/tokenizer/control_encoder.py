@@ -30,8 +30,8 @@ _EXPECTED = "expected a tokenizer.json file in the Hugging Face format"
 
 
 MAX_COMPARED = 2**9
-"""Maximum length of a token that is compared with other tokens. The time of a comparison is quadratic in the length of
-the tokens.
+"""Maximum length of a token that is compared with other tokens. Comparing two tokens takes time that is quadratic in
+their length.
 """
 UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 """The normalizers that leave ASCII text unchanged."""
@@ -45,7 +45,7 @@ class _AddedTokens(msgspec.Struct):
 def with_declared(raw: bytes, declared: Iterable[Mapping[str, Any]], ids: Mapping[str, int]) -> bytes:
     """Return a tokenizer.json with the control tokens that tokenizer_config.json lists, including their flags.
 
-    transformers adds the same tokens when it opens a folder.
+    transformers also adds the tokens of tokenizer_config.json when it opens a tokenizer folder.
     """
     raw = raw.removeprefix(b"\xef\xbb\xbf")
     listed = msgspec.json.decode(raw, type=_AddedTokens).added_tokens or []
@@ -188,7 +188,7 @@ class ControlEncoder:
 
     @cached_property
     def _reference(self) -> tokenizers.Tokenizer:
-        """The unmodified tokenizer with the control tokens that other files add."""
+        """The tokenizer of the tokenizer.json, plus the control tokens that other files add."""
         assert self._raw is not None
         with faults_of(self.tokenizer.name, "cannot load the tokenizer.json", _EXPECTED):
             engine = tokenizers.Tokenizer.from_buffer(self._raw)
@@ -201,9 +201,7 @@ class ControlEncoder:
             return engine
 
     def _sections_agree(self) -> bool:
-        """Whether encoding by sections and encoding as a whole give the same ids for texts around a sample of control
-        tokens.
-        """
+        """Test, for some control tokens, whether encoding by sections gives the same ids as encoding as a whole."""
         texts = [text for text in PROBE if not any(token in text for token in self.ids)]
         for number, token in enumerate(list(self.ids)[:: max(1, len(self.ids) // 12)]):
             parts = [texts[(number * 3 + at) % len(texts)] for at in range(5)]

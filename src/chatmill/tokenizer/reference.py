@@ -27,7 +27,7 @@ class Reference:
         with faults_of(place, "cannot load the tokenizer.json", right):
             self.content = msgspec.json.encode(stripped).decode()
             self._engine = tokenizers.Tokenizer.from_str(self.content)
-            # Encode the unknown token inside a text as text, because it may still be an added token.
+            # If a text contains the unknown token, encode that token as plain text, because it may be an added token.
             self._engine.encode_special_tokens = True
             self._added = {token["id"]: token["content"] for token in stripped["added_tokens"]}
             for id, token in self._added.items():

@@ -102,7 +102,7 @@ def generate_steps(
 
 
 def choose(logits: Tensor, sampling: Sampling, draws: NDArray[np.float64]) -> Tensor:
-    """Choose one token per row from logits (rows, vocabulary) and one uniform draw from [0, 1) per row."""
+    """Choose one token per row from logits of shape (rows, vocabulary), with one uniform draw from [0, 1) per row."""
     if sampling.temperature == 0:
         return logits.argmax(dim=1)
     exact = logits.double()

@@ -1,8 +1,8 @@
 """Build Hugging Face models with parameters on the meta device, and find their tensors in the weight files.
 
 transformers renames tensors while it loads a model, and fuses some of them, such as the weights of experts. This module
-applies transformers' conversion rules to one tensor at a time. If these rules do not cover a model, `NotShardableError`
-is raised.
+applies transformers' conversion rules to one tensor at a time, and raises `NotShardableError` for a model that these
+rules do not cover.
 """
 
 from __future__ import annotations
@@ -328,9 +328,10 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _test(folder: Path, weights: WeightPrecision, compute: torch.dtype | None, share: int) -> bool:
-    """Test, as `HFModel` does, whether the architecture separates packed conversations, but map the weight files.
+    """Test whether the architecture separates packed conversations.
 
-    Weights are read layer by layer. The weights keep the dtype of the files if casting would not change the result.
+    Unlike `HFModel`, this function does not load the whole model: it reads the weights layer by layer. The weights keep
+    the dtype of the files if casting would not change the result.
     """
     meta = _load_on_meta(folder, "stored" if weights == "float32" else weights, share=share)
     with open_weights(meta.files) as rows:

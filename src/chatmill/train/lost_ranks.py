@@ -271,7 +271,7 @@ class RankWatch:
             self._note({"lost": peer.rank, "host": peer.host, "how": how})
 
     def _take(self, peer: _Connection, line: bytes) -> bool:
-        """Handle a message; return False if the message is invalid or this peer may not send it."""
+        """Handle a message; return False if the message is invalid or is not allowed from this peer."""
         try:
             message = json.loads(line)
             if peer.rank is None:

@@ -61,7 +61,7 @@ class CheckRow:
 
     @classmethod
     def of(cls, values: Any) -> CheckRow:
-        """Parse a row that another rank sent."""
+        """Parse a table row that another rank sent."""
         return cls(*(one_line(str(values[name]), 500) for name in ("check", "value", "status", "right")))  # type: ignore[arg-type]
 
 
@@ -157,7 +157,7 @@ def _cpus() -> int:
 
 
 def open_files() -> Iterator[CheckRow]:
-    """Check the limit on open files. A rank connects to all other ranks and maps the files of a dataset."""
+    """Check the limit on open files, which include connections to other ranks and the mapped files of a dataset."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     size = os.environ.get("WORLD_SIZE", "1")
     needed = 512 + 4 * (int(size) if size.isdigit() else 1)

@@ -98,7 +98,7 @@ def swaps(size: int, seed: int, folder: Path, tally: Tally) -> None:
         pool = shards if one in shards else [path for path in paths if path.name == one.name or number % 4 == 2]
         others = [path for path in pool if path != one and _differ(path, one)]
         if not others:
-            # There is no other candidate, or all candidates are equal to this file.
+            # There is no other file to exchange this file with, or all other files have the same content.
             continue
         other = rng.choice(others)
         exchange(one, other)

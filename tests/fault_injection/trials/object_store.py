@@ -126,7 +126,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def played_back(writes: Writes, before: dict[str, bytes], allowed: set[str], new: str, way: str, tally: Tally) -> None:
-    """Check the state after each write: until the last write, it must be the old state, even after `clean`."""
+    """Check the dataset after each write: the old dataset must stay intact until the last write, even after `clean`."""
     for count in range(len(writes.made) + 1):
         where = f"{way}, after {count} of {len(writes.made)} writes"
         store(before | {f"/{address.partition('://')[2]}": data for address, data in writes.made[:count]})

@@ -140,7 +140,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         list(pool.map(lane, range(AT_ONCE)))
     tally.notes["milliseconds per uninterrupted build"] = round(1000 * first.seconds)
     if tally.notes["builds killed before publishing"] < 0.75 * size and size >= 100:
-        # Too many builds published before they were killed, which is a problem with the trial, not with chatmill.
+        # Too many builds finished before they were killed, which is a problem with the trial, not with chatmill.
         tally.broke = "too few builds were killed before they published"
 
 

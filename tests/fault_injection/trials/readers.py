@@ -63,7 +63,7 @@ def doubt(shape: str, data: bytes, record: Record) -> str:
     elif shape != "tool" and shape != "oasst1":
         there = {text.strip() for text in strings(value)}
         for message in record.messages:
-            # A message may join an instruction and its input. A transcript contains all its messages in one text.
+            # An instruction and its input may be joined into one message. A transcript has all messages in one text.
             parts = [part.strip() for part in message.content.split("\n\n")]
             if not message.tool_calls and not all(any(part in text for text in there) for part in parts):
                 return f"text that is not in the input: {message.content!r}"
@@ -83,7 +83,7 @@ def attempt(shape: str, pieces: list[bytes], tally: Tally) -> None:
 
     def read_all() -> bool:
         for record in read_records([path.name], shape=shape, on_error="skip", on_reject=faults.append):
-            # In a stream, broken text may become part of the neighboring record.
+            # In a stream, damaged text may become part of the neighboring record.
             data = path.read_bytes() if shape == "transcript-stream" else pieces[record.line - 1]
             records[record.line] = records.get(record.line) or doubt(shape, data, record)
         return True
@@ -102,7 +102,7 @@ def attempt(shape: str, pieces: list[bytes], tally: Tally) -> None:
         elif line is not None or number in records:
             tally.judge(survived=line is None, found=True)
         elif not piece.replace(b"<|EOS|>", b"").strip() or shape == "transcript-stream":
-            # A line with only <|EOS|> is not a conversation, and broken text may change the lines of a stream.
+            # A line with only <|EOS|> is not a conversation, and damaged bytes may change the line breaks of a stream.
             tally.survives()
         else:
             tally.loses(f"{shape}: neither a record nor an error: {piece[:200]}")

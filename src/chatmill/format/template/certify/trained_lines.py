@@ -22,11 +22,11 @@ RELATIONS = {
     "history_rewritten": "the prompt renders earlier messages differently from the row",
     "several_turns": "the prompt covers only the first of several turns",
 }
-"""The text that the certificate line `prompt` prints for each relation, followed by the number of answers."""
+"""Texts for the certificate line `prompt`: how a prompt differs from the start of its row."""
 
 
 def _plain_refused(seen: Observations, line: str) -> Finding | None:
-    """Return a FAIL if a plain conversation is rejected and `line` reports this error, otherwise None."""
+    """If a plain conversation is rejected with an error that belongs to `line`, return a FAIL, otherwise None."""
     for record in PLAIN:
         if (fault := seen.faults.get(record.id)) is not None and line_of(fault) == line:
             details = {"refused": record.id, "kind": fault.kind}

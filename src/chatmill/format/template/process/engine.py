@@ -102,8 +102,8 @@ class TemplateEngine:
         except RecordError:
             if not request.cacheable:
                 raise
-            # Try again without guards: recording guards renders more prompts, and errors in these prompts must
-            # not reject the record.
+            # Try again without guards: recording guards renders additional prompts, and an error in these prompts is
+            # not a reason to reject the record.
             derived = attempt(False)
         steps = derived.steps
         if steps is not None:
