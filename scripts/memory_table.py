@@ -1,8 +1,7 @@
 """Write the memory tables in docs/explanation/models.md: estimates next to measurements, and estimates by model.
 
-python scripts/memory_table.py            print the tables
-python scripts/memory_table.py --write    write them into docs/explanation/models.md
-python scripts/memory_table.py --check    exit 1 if the tables in docs/explanation/models.md differ
+By default, the script prints the tables. `--write` writes them into the page, and `--check` exits with 1 if the tables
+in the page differ.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def compared(folder: Path) -> Iterator[tuple[str, str, float, float]]:
         # Skip results without a precision, which are from an older version that used more memory.
         if line.side == "chatmill" and "precision" in measured.get(name, {}):
             estimate = Estimator(on_gpu=True)(line_config(line, folder))
-            # Compare only the memory of tensors, because torch measures nothing else.
+            # Compare only the memory of tensors, because `torch.cuda.max_memory_allocated` measures only tensors.
             what = line.what.removeprefix("chatmill, ").replace("own GPT", "built-in GPT")
             yield name, what, estimate.tensors / GIB, measured[name]["gib"]
 

@@ -99,7 +99,7 @@ def try_pieces(copy: ModuleType, rng: random.Random) -> None:
     if result is None:
         assert target.tolist() == expected
     else:
-        # Valid pieces are rejected only if the target has a different length.
+        # These pieces are valid, so the only reason to reject them is a target of the wrong length.
         assert len(target) != len(expected), result
 
 
@@ -237,7 +237,7 @@ PATTERNS = [
     _CL100K % 1,
     _O200K % (_ENDINGS, _ENDINGS, 3),
     _O200K % ("", "", 1),
-    # Digits are split off first, so the rule for spaces does not see them; unmatched characters are split off too.
+    # Digits are split off first, so the rule for spaces ignores them. Unmatched characters are split off too.
     r"[0-9]{1,3}|[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n!-~]?[A-Za-z]+| ?[!-/:-@\[-`{-~]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?![^\s0-9])|\s+|(?:(?![\x00-\x20\x7f]?[A-Za-z])[\x00-\x08\x0e-\x1f\x7f])+",
 ]
@@ -485,7 +485,7 @@ def try_overlaps(rollout: ModuleType, rng: random.Random) -> None:
         [[1, 2, 3], [1, 2, 3, 4.0], [1, 2, 3, 2**80], [1, 2, 3, True], (1, 2, 3, 4), None, "1234", [2**30] * 4]
     )
     lists[rng.randrange(2)].append(wrong)
-    # Even if the first list is empty, a wrong box in the second must be detected.
+    # An invalid box in the second list must be detected even if the first list is empty.
     assert rollout.overlaps(*lists) is None
     refused(rollout.overlaps, rng.choice([None, (), {}, 3]), [])
 

@@ -35,8 +35,8 @@ def test_there_are_five():
 def test_a_part_compiled_with_a_newer_python_works_in_an_older_one(source):
     """In a source tree, all Python versions load the same compiled file.
 
-    With the headers of Python 3.13, a format with `#` calls a function that Python 3.11 lacks, and `Py_RETURN_NONE`
-    does not increment the reference count, which later crashes Python 3.11.
+    With the headers of Python 3.13, `PyArg_Parse` with `#` in its format calls a function that Python 3.11 lacks, and
+    `Py_RETURN_NONE` does not increment the reference count, which later crashes Python 3.11.
     """
     code = source.read_text()
     assert not re.search(r'Py(?:Arg_Parse\w*|_BuildValue)\([^"]*"[^"]*#', code)

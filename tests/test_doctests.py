@@ -1,4 +1,4 @@
-"""Every example in a docstring of the package gives the output that it shows."""
+"""Every example in a docstring of the package must produce the output that the docstring shows."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
       u E A a E U v E A b E      only the second: the first user turn is incomplete
     U u E A a   U v E A b E      none: the first answer is not closed, which also excludes the answers after it
 
-`TurnRenderer` masks all other answers if the format sets `requires_user`. `prepare` and `render` select answers again
-in truncated rows, and `cut_blocks` selects them in each block.
+If the format sets `requires_user`, `TurnRenderer` masks answers that are incomplete or do not follow a complete user
+turn. `prepare` and `render` repeat the selection after truncation, and `cut_blocks` selects the answers of each block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOTED = {
     Rule.OUTSIDE: "text_outside_turns",
     Rule.WHITESPACE: "whitespace_between_turns",
 }
-"""The ledger's reason for each rule."""
+"""Name of the ledger entry that counts the tokens excluded by each rule."""
 
 
 class TurnStates(NamedTuple):
@@ -40,7 +40,7 @@ class TurnStates(NamedTuple):
     start: Index
     stop: Index
     role: NDArray[np.uint8]
-    """Role of the turn. A tool result counts as a user turn; a turn without a marker has no role."""
+    """Role of the turn. A tool result is treated as a user turn; a turn without a marker has no role."""
     closed: Flags
     conversation: Index
     """Index of the first turn in the same conversation."""
@@ -48,7 +48,7 @@ class TurnStates(NamedTuple):
     """Index of the turn that each span belongs to."""
 
     def latest(self, which: Flags) -> Index:
-        """For each turn, return the last selected turn of the same conversation up to and including it, or -1."""
+        """For each turn, return the index of the last selected turn at or before it in the conversation, or -1."""
         last = np.maximum.accumulate(np.where(which, np.arange(len(which)), -1))
         return np.where(last >= self.conversation, last, -1)
 
@@ -126,7 +126,7 @@ def mask_answers(rows: Rows) -> Rows:
 
 
 def note_untrained(rows: Rows, ledger: Ledger) -> None:
-    """Count in the ledger the tokens that are not trained on, by reason."""
+    """Add the number of untrained tokens to the ledger, with a separate count for each reason."""
     rule, length = rows.spans["rule"], rows.spans["length"]
     # Count the rules first, because comparing all spans with every rule would be slower.
     present = np.bincount(rule, minlength=256)

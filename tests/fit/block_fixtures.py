@@ -1,7 +1,7 @@
-"""Stream blocks of letters.
+"""Functions for tests of stream blocks, with letters as tokens.
 
-Tokens are letters: S, U and A open a system, user and assistant turn, E is END, X is EOS, lowercase is text. In a mask,
-`*` means trained on. Documents are written without their last X, which packing adds.
+S, U and A open a system, user and assistant turn, E is END, X is EOS, and lowercase letters are text. In a mask, `*`
+marks a trained token. Documents are written without their last X, which packing adds.
 """
 
 from __future__ import annotations

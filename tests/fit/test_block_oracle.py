@@ -1,4 +1,4 @@
-"""Blocks of random documents and conversations. Tokens are the letters of block_fixtures."""
+"""Compare blocks of random documents and conversations with an oracle. Tokens are letters: see block_fixtures."""
 
 from __future__ import annotations
 

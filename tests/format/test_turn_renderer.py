@@ -273,7 +273,8 @@ def test_a_format_with_control_tokens_inside_bodies_and_around_conversations():
         (0.0, "EOS", "</s>"),
     ]
     think = tokenizer.special_token_ids()["think"]
-    assert np.count_nonzero(rows.ids == think) == 1  # the token of the format, not the text in the data
+    # Only the format writes the control token; the same text in the data is plain text.
+    assert np.count_nonzero(rows.ids == think) == 1
 
 
 def test_origins_name_the_file_and_line_of_every_row():

@@ -90,7 +90,7 @@ def test_a_piece_of_a_parquet_object_reads_its_row_groups_and_the_footer(memory,
     monkeypatch.setattr("chatmill.remote.objects.read", counted)
     records = [record for piece in pieces for record in read_part(piece, on_fault=raise_it, log=ReadLog())]
     assert said(records) == chats
-    # pyarrow reads the last 64 KiB of the file for the footer, once for each piece.
+    # For each piece, pyarrow reads the last 64 KiB of the file again, which contain the footer.
     assert len(pieces) > 4 and read < len(data) + len(pieces) * (1 << 17)
 
 

@@ -163,7 +163,7 @@ def test_a_trained_and_saved_model_has_the_same_logits_in_transformers(tmp_path)
 
 def test_a_generation_config_that_transformers_refuses_to_write_is_copied_verbatim(tmp_path):
     folder = qwen(tmp_path)
-    # Some published models have a temperature without do_sample.
+    # The generation configs of some published models set a temperature without do_sample.
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 3], "temperature": 0.6}')
     model = open_model(folder)
     for place in (tmp_path / "saved", folder):

@@ -22,7 +22,7 @@ def run_section(heading: str, folder: Path) -> None:
     for line in page.splitlines():
         if line.startswith("## "):
             keeps = line == f"## {heading}"
-        # Other lines become empty, so that errors name the right line of the page.
+        # Replace all other lines with empty lines, so that line numbers in errors match the page.
         kept.append(line if keeps else "")
     section = folder / PAGE.name
     section.write_text("\n".join(kept) + "\n", "utf-8")

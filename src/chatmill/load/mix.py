@@ -1,8 +1,8 @@
 """Mix several sources: select a source for each position, and order its episodes.
 
-Weights are converted to integers. The sum of these integers is the period of a table that maps every position to a
-source. The share of each source therefore does not drift during a run, and no state needs to be saved. Each source has
-its own epochs, independent of batch boundaries.
+Weights are converted to integers, and a table whose period is the sum of the integers maps every position to a source.
+Because the table is periodic, the share of each source does not drift during a run, and no state needs to be saved.
+Each source has its own epochs, independent of batch boundaries.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ of two classes, and silently lose rows:
 
 `IterableDatasetShard` and `DataLoaderDispatcher` call the dataset's `set_epoch` on every rank, in the training process,
 before they read batches. If a wrapper hides `set_epoch`, the check searches the call stack for Accelerate when the
-first batch is read. Only a `DataLoaderDispatcher` with workers is not found in the call stack.
+first batch is read. This search misses only a `DataLoaderDispatcher` with workers.
 
 transformers' Trainer collates individual rows, and calls `len` on the dataset before it reads rows. Accelerate and
 transformers are recognized by their module names and are never imported.

@@ -20,8 +20,8 @@ def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
     """Return the average number of tokens, or of trained tokens, per eligible episode in a batch, depending on
     `mix_by`.
 
-    Totals are read from the metadata. The index is scanned if episodes are skipped or truncated. With a loss mask,
-    trained tokens are counted without the first token of each row, which has no loss, so the index is also scanned.
+    Totals are read from the metadata. The index is scanned if episodes are skipped or truncated. The index is also
+    scanned to count trained tokens by the loss mask, because the first token of each row has no loss.
     """
     episodes = source.episodes(split)
     by_mask = config.mix_by == "trained_tokens" and config.use_loss_mask

@@ -3,8 +3,8 @@
     URL/staging/BUILD/unit_000000_0000.rows     written whole by a worker; BUILD is the hash of the job and its input
     URL/objects/SHA256                          the files of shards, written by the tasks
 
-Nodes share only the object store. Workers send the heads of the staged objects (all arrays except tokens and spans) to
-the main process, which plans the shards and writes the metadata. Tokens and spans never pass through the main process.
+The nodes need no shared disk, because they exchange data through the object store. Workers send all arrays of the
+staged objects except tokens and spans to the main process, which plans the shards and writes the metadata.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ class ClusterBuild:
         return self.engine.run(units, job, renderer, self.units, resume=self.resume)
 
     def staged(self, unit: Unit, done: Done, lines_before: int, folder: Path) -> Iterator[StagedFile]:
-        """Write the heads of a unit's staged objects (all arrays except tokens and spans) to `folder`, and yield the
-        objects.
-        """
+        """Write all arrays of a unit's staged objects except tokens and spans to `folder`, and yield the objects."""
         for number, head in enumerate(done.heads):
             name = unit.staged_name(number)
             (folder / name).write_bytes(head)
@@ -108,4 +106,4 @@ class ClusterBuild:
         try:
             self.engine.remove(objects.names_below(self.units))
         except ChatmillError as error:
-            warnings.warn(f"{error}; staged objects remain; remove them with `chatmill clean`", stacklevel=2)
+            warnings.warn(f"{error}; run `chatmill clean` to remove the staged objects", stacklevel=2)

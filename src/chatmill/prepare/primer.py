@@ -117,7 +117,7 @@ def _fitted(rows: Rows, numbers: list[int], t_max: int, ledger: Ledger) -> Itera
 
 
 def count_stored(rows: Rows, ledger: Ledger) -> None:
-    """Count all rows as stored in the ledger, and also count the rows without trained tokens."""
+    """Add all rows to the ledger as `stored`, and count the rows without trained tokens as `no_trained_tokens`."""
     row = np.repeat(np.arange(len(rows)), np.diff(rows.first_span[rows.first_segment]))
     untrained = np.bincount(row[rows.spans["weight"] > 0], minlength=len(rows)) == 0
     if untrained.any():

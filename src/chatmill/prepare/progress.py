@@ -46,7 +46,7 @@ class SourceProgress:
             self._total[unit.source] += unit.size
 
     def after(self, unit: Unit, done: Done) -> BuildProgress:
-        """Return the progress of a unit's source after the unit is done."""
+        """Count a unit as done, and return the progress of its source."""
         source, rendered = unit.source, done.ledger.total("rendered")
         self._done[source] += unit.size
         self._resumed[source] += unit.size if done.resumed else 0

@@ -43,7 +43,7 @@ def has_bytes(path: Place, read: BytesRead) -> bool:
 
 
 class LoggedFile(io.FileIO):
-    """A file whose reads are added to a log."""
+    """A local file that records the bytes read in a log."""
 
     def __init__(self, path: Path, log: ReadLog) -> None:
         super().__init__(path)
@@ -63,7 +63,7 @@ class LoggedFile(io.FileIO):
 
 
 class RemoteFile(io.RawIOBase):
-    """An object opened for reading. Reads are added to the log, and read-ahead ends at `stop`."""
+    """A remote object opened for reading. `log` records the bytes read, and read-ahead ends at `stop`."""
 
     def __init__(self, url: Url, log: ReadLog | None = None, *, stop: int | None = None) -> None:
         self._url, self._log, self._stop = url, log, stop

@@ -76,12 +76,12 @@ class RolloutLossConfig(Config):
     """Config keys for the loss."""
 
     text_weight: float = key(1.0, "weight of the cross-entropy loss at text tokens", number(0))
-    soft_weight: float = key(1.0, "weight of the cross entropy to the Gaussian target, at coordinates", number(0))
+    soft_weight: float = key(1.0, "weight of the cross entropy with the Gaussian target, at coordinates", number(0))
     wasserstein_weight: float = key(
         1.0, "weight of the Wasserstein distance to the Gaussian target, at coordinates", number(0)
     )
     outside_weight: float = key(
-        1.0, "weight of the penalty on the probability of all other tokens, at coordinates", number(0)
+        1.0, "weight of the penalty on the probability of non-coordinate tokens, at coordinates", number(0)
     )
     slot_weight: float = key(1.0, "loss weight of the coordinates of matched objects", number(0))
     append_weight: float = key(1.0, "loss weight of appended objects", number(0))

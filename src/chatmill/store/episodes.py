@@ -113,7 +113,7 @@ class Episodes:
         origins: list[Any] = []
         stored: list[Any] = []
         targets: list[tuple[Table, int]] = []
-        # The number of segments in each run, and the offsets to add to its row and span indexes.
+        # For each run of episodes: its number of segments, and the offsets to add to its row and span indexes.
         shifts: list[tuple[int, int, int]] = []
         shards = [run.shard for run in runs]
         num_rows = num_spans = 0
@@ -200,7 +200,7 @@ class Episodes:
         return _EpisodeRun(shard, episode, count, start, stop)
 
     def _segments(self, run: _EpisodeRun) -> tuple[Table, int, int]:
-        """Return the segments of a run of episodes, and the range of their spans."""
+        """Return the segments of consecutive episodes, and the range of their spans."""
         origins, most = self.array(run.shard, ORIGINS), self.shards[run.shard].records[SPANS]
         row, first_span = origins["row"], origins["first_span"]
         begin = layout.lower_bound(row, run.first)
@@ -287,7 +287,7 @@ def _joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
 
 
 def _run_of(counts: ArrayLike, wrong: NDArray[np.bool_]) -> int:
-    """Return the index of the run that contains the first wrong record, given the number of records per run."""
+    """Return the index of the run of episodes that contains the first invalid record; `counts` has records per run."""
     return int(np.searchsorted(np.cumsum(counts), wrong.argmax(), side="right"))
 
 

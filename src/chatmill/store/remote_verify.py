@@ -55,7 +55,7 @@ class Downloads:
                 yield f"{_named(path, url)}: sha256 is {digest[:12]}…, {recorded}; the object was changed"
 
     def fetch(self, url: Url, *, size: int, sha256: str) -> Path:
-        """Return the downloaded file with this hash; has the interface of `cache.fetch`."""
+        """Return the downloaded file with this hash. Has the same signature as `cache.fetch`."""
         return self._folder / sha256
 
     def _download(self, url: Url, size: int, to: Path) -> str:

@@ -143,7 +143,7 @@ class FileTable:
         if (fresh := named & (numbers < 0)).any():
             new, first = np.unique(file[fresh], return_index=True)
             for old in new[np.argsort(first)].tolist():
-                # Two entries of a table may refer to the same file.
+                # Two entries of `files` may refer to the same file.
                 self._map[old] = self._numbers.setdefault(files[old], len(self._numbers))
             numbers = self._map[known]
         return np.where(named, numbers, NO_FILE).astype(np.uint32)

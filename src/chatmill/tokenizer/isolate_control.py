@@ -46,8 +46,8 @@ def isolate_control(
         added  A* b C* d E*  ->  A' b C' d        * special, markup or in `control`; ' renamed to its alias
 
     The tokens in `text_tokens` are kept, although they look like markup. The id of an added token depends on its
-    position in the list. A control token before a kept token is therefore renamed instead of removed. The
-    post-processor, truncation, padding and dropout are also removed.
+    position in the list, so a control token before a kept token is renamed instead of removed. The post-processor,
+    truncation, padding and dropout are also removed.
     """
     model = dict(content["model"])
     vocab = vocabulary(content)

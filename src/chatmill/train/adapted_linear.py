@@ -1,8 +1,8 @@
 """Linear layers that add the output of their LoRA adapter in place, in the forward and the backward pass.
 
-In peft, the outputs of the frozen layer and of its adapter are two tensors, which are then added. In the backward pass,
-peft also adds two gradients of the input. In wide feed-forward layers, the additional tensors determine the peak memory
-use.
+peft computes the outputs of the frozen layer and of its adapter as two tensors and adds them. In the backward pass,
+peft adds two gradients of the input in the same way. In wide feed-forward layers, these additional tensors determine
+the peak memory use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command `python train.py`: its flags, training and the summary. `chatmill train` uses the same functions."""
+"""The command `python train.py`: its flags, training and the summary. `chatmill train` also uses this module."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def main(
     tokenizer_sha256: TokenizerHash | None = None,
     report_page: ReportPage | None = None,
 ) -> None:
-    """Run the command with these flags.
+    """Run the train command with the flags in `args`; the default is `sys.argv`.
 
-    `tokenizer_sha256` returns the hash of the tokenizer set in chatmill.toml. `report_page` returns the report page of
-    a dataset, which the trackers log.
+    `tokenizer_sha256` returns the hash of the tokenizer that chatmill.toml specifies. `report_page` returns the report
+    page of a dataset, which the trackers log.
     """
     with errors_of_first_rank():
         given, unknown = parser(prog).parse_known_args(with_bare_switches(sys.argv[1:] if args is None else args))
@@ -253,7 +253,7 @@ def _shown(project: Mapping[str, Any], stated: Mapping[str, Any]) -> list[str]:
 
 
 def val_lines(result: TrainResult) -> list[str]:
-    """Return one line with the val losses of all sources in a mix. Return an empty list without a mix."""
+    """Return one line with the val losses of all sources in a mix, or no lines if the run has no mix."""
     shown = []
     for name, each in result.val_sources.items():
         loss = None if each is None else each["loss"]
@@ -263,7 +263,10 @@ def val_lines(result: TrainResult) -> list[str]:
 
 
 def best_lines(result: TrainResult) -> list[str]:
-    """Return a line about the lowest val loss, unless it is the last val loss and its checkpoint was not kept."""
+    """Return a line with the lowest val loss and its checkpoint.
+
+    If no checkpoint was kept and the last val loss is the lowest, return no lines.
+    """
     if result.best_val_loss is None or result.best_step is None:
         return []
     line = f"best val loss {result.best_val_loss:.4f} at step {result.best_step:,}"
@@ -271,7 +274,7 @@ def best_lines(result: TrainResult) -> list[str]:
         return [f"{line}: {result.folder / BEST} -> {result.best_checkpoint.name}"]
     if result.val_loss == result.best_val_loss:
         return []
-    return [f"{line}; this checkpoint was not kept; use --keep_best to keep the best checkpoint"]
+    return [f"{line}, but its checkpoint was not kept; use --keep_best to keep the best one"]
 
 
 def summary(result: TrainResult) -> str:

@@ -169,7 +169,7 @@ def _merge(lm: Any, folder: Path, save_dtype: str, progress: Callable[[int], Non
 
 
 def _untie(lm: Any, layers: Sequence[Any], folder: Path) -> None:
-    """Untie the weights of adapted layers, because merging into a tied weight would also change the other layer."""
+    """Untie the weights of adapted layers, because merging into a tied weight changes every layer that shares it."""
     from peft.tuners.lora import LoraLayer
 
     uses = Counter(id(parameter) for module in lm.modules() for parameter in module._parameters.values())

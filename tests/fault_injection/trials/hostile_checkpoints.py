@@ -1,5 +1,5 @@
-"""Change checkpoints and make their hashes match. The run must resume to the same result or stop with a one-line
-error.
+"""Modify checkpoints and update their hashes to match. A run that resumes from a modified checkpoint must give the same
+result or stop with a one-line error.
 """
 
 from __future__ import annotations

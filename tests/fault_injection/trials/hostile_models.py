@@ -167,7 +167,7 @@ def _code(folder: Path, name: str) -> None:
 
 
 def judge(tally: Tally, folder: Path, what: str, *, harmless: bool) -> None:
-    """Open a model folder as commands do. If `harmless` is true, the folder may be opened without an error."""
+    """Open a model folder in the same way as the commands. With `harmless`, opening the folder may succeed."""
     from chatmill.train.load_model import check_is_model, open_model
     from chatmill.train.preflight import trained_with
 

@@ -51,14 +51,14 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     folder = folder / "own"
     folder.mkdir()
     texts = ["The quick brown fox. " * 9]
-    # Training a tokenizer starts threads, and this process forks.
+    # Train the tokenizer in a child process, because training starts threads and this process forks later.
     made = apart(lambda: (folder / "tokenizer.json").write_bytes(train_bpe(texts, vocab_size=300, control=CONTROL)))
     assert made.value, made
     (folder / "tokenizer_config.json").write_text(json.dumps({}))
     os.environ["HF_TOKEN"] = TOKEN
     # All forked processes share one template server.
     start_server()
-    # A small run takes only some of the fast attacks.
+    # A small run tries only some of the fast attacks.
     quick = [*range(len([*PRYING, *FAILING])), *range(len(LISTED), len(LISTED) + 60)]
     chosen = list(range(size)) if size > len(LISTED) else quick[:: max(1, len(quick) // size)][:size]
     for number in chosen:

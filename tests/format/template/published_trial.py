@@ -122,8 +122,9 @@ def holds_control_text(reference: Reference, messages: Messages) -> bool:
 def try_template(
     source: str, tokens: Mapping[str, Any], folder: Path, names: Collection[str] = NAMES
 ) -> Iterator[tuple[str, Outcome]]:
-    """Yield each name in `names` with its outcome. A name selects a conversation, with or without a
-    generation_config.json.
+    """Yield each name in `names` with its outcome.
+
+    Each name is a test conversation, rendered in a folder with or without a generation_config.json.
     """
     verdicts: dict[str, Verdict] = {}
     for config in (True, False):

@@ -17,7 +17,8 @@ CONTROL = ["<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"]
 OWN = '{ "city":"Lisboa",  "days": 3.50 }'
 OBJECT = json.loads(OWN)
 WRITTEN = {
-    # Expected text for an object and for a string in the record, and whether the template gets a string.
+    # Each expression in a template, with the text for arguments that are an object in the record, the text for
+    # arguments that are a string, and whether the template gets the arguments as a string.
     "c.function.arguments | tojson": ('{"city": "Lisboa", "days": 3.5}', '{"city": "Lisboa", "days": 3.5}', False),
     "c.function.arguments if c.function.arguments is string else c.function.arguments | tojson": (
         '{"city": "Lisboa", "days": 3.5}',
@@ -29,7 +30,7 @@ WRITTEN = {
     # No model was trained on the Python repr of an object.
     "c.function.arguments": ('{"city": "Lisboa", "days": 3.5}', OWN, True),
     "c.function.arguments | string": ('{"city": "Lisboa", "days": 3.5}', OWN, True),
-    # Neither an object nor a string renders well, so the template gets the form that servers pass.
+    # This template renders neither objects nor strings well, so it gets an object, as on inference servers.
     "c.function | string": (f"{{'name': 'weather', 'arguments': {OBJECT}}}",) * 2 + (False,),
 }
 

@@ -124,7 +124,7 @@ def test_control_tokens_come_only_from_the_template(record):
     control = np.array(list(of.encoder.ids.values()))
     plain = Record([Message(m.role, "word", m.reasoning and "why") for m in record.messages])
     own = np.isin(of.render([plain]).ids, control).sum()
-    # A template that finds `</think>` in a text may write fewer tags of its own. No text adds a control token.
+    # A template that finds `</think>` in a text may write fewer tags of its own. Text never adds control tokens.
     tags = sum(m.content.count("</think>") for m in record.messages if m.role == "assistant")
     assert own - 2 * tags <= np.isin(rows.ids, control).sum() <= own
 

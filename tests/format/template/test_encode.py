@@ -41,7 +41,7 @@ def write(folder: Path, made: Tokenizer, texts: list[str], **options: object) ->
 
 @pytest.fixture
 def greedy(tmp_path) -> str:
-    """Return a tokenizer that joins words across newlines: `assistant\nHello` is one token."""
+    """Return a tokenizer that merges words across newlines: `assistant\nHello` is one token."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
@@ -83,7 +83,7 @@ def test_a_token_that_spans_the_end_of_the_prompt_is_context_and_is_noted(greedy
 def test_the_certificate_counts_tokens_that_span_a_boundary(greedy):
     format = opened(greedy)
     found = {finding.name: finding for finding in certify(format)}
-    # The certificate's own probe texts do not start with a word that joins the header.
+    # No probe text of the certificate starts with a word that the tokenizer merges with the header.
     assert (found["borders"].level, found["borders"].details["straddling"]) == ("PASS", 0)
     found = {finding.name: finding for finding in certify(format, [TALK])}
     assert (found["borders"].level, found["borders"].details["of_records"]) == ("WARN", {"straddling": 1, "answers": 1})
@@ -167,7 +167,7 @@ def test_reasoning_and_tools_that_a_template_drops_are_noted(greedy):
 
 
 def test_a_text_whose_tokens_cannot_be_located_is_rejected_in_advance(tmp_path):
-    # The tokenizer normalizes full-width letters, and has no tokenizer.json that could give offsets.
+    # The tokenizer normalizes full-width letters, and has no tokenizer.json that could provide offsets.
     made, model = io.BytesIO(), tmp_path / "sp.model"
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["Hello full width user assistant dog fox"] * 20),

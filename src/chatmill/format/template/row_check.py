@@ -1,9 +1,9 @@
-"""Check the invariant of trained answers (see `answer_check`) on the token ids of many finished rows at once.
+"""Check the boundaries of trained answers (see `answer_check`) in the token ids of many finished rows at once.
 
     row      … <|im_end|> \n | <|im_start|> assistant \n | Hello . <|im_end|> | \n …
                                header of the prompt         trained, ends with an end token
 
-The check reads the loss mask from the spans, so it does not depend on how answers are derived.
+The check reads the loss mask from the spans, so it does not depend on the code that locates the answers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ NEARBY = 64
 class ExpectedAnswers:
     """The headers that must precede the answers of a row.
 
-    Text at the end of a header may be tokenized differently if an answer follows. The text after the last control token
-    is therefore compared by its size in bytes, not by its ids.
+    Text at the end of a header may be tokenized differently if an answer follows, so the text after the last control
+    token is compared by its size in bytes, not by its ids.
 
         <|im_start|> assistant <|im_sep|>   \\n
         compared by id                      by size
@@ -91,7 +91,7 @@ class RowCheck:
         self._is_mark[self._marks] = True
 
     def check(self, rows: Rows, records: Sequence[Record], expected: Sequence[ExpectedAnswers]) -> None:
-        """Raise a `RecordError` for the first record whose row violates the invariant of trained answers."""
+        """Raise a `RecordError` for the first row with an answer that starts, continues or ends in the wrong place."""
         distinct = {id(one): one for one in expected}
         answers = _answers(rows)
         number = {key: at for at, key in enumerate(distinct)}
@@ -99,10 +99,10 @@ class RowCheck:
         counts = np.array([len(one.lengths) for one in distinct.values()])
         other = np.flatnonzero(np.bincount(answers.row, minlength=len(rows)) != counts[which])
         if len(other):
-            raise _fault(records[other[0]], "the answers in the row differ from the derived answers", "foreign_text")
+            raise _fault(records[other[0]], "the row does not have the expected number of answers", "foreign_text")
         if not len(answers.row):
             return
-        # For each answer in the rows, its index in the concatenated answers of `distinct`.
+        # For each answer in the rows, the index of its header in the concatenated headers of `distinct`.
         of_answer = np.repeat(offsets(counts)[which], counts[which]) + run_positions(counts[which])
         ids, places = rows.ids, self._places(rows.ids)
         for broken, what, kind in (
@@ -155,7 +155,7 @@ class RowCheck:
         return right
 
     def _spells(self, ids: Ids, start: Index, count: int, size: Index) -> NDArray[np.bool_]:
-        """Whether the `count` tokens before each answer cover `size` bytes; only the last token may exceed the size."""
+        """Whether a text of `size` bytes spans exactly the `count` tokens before each answer."""
         if not count:
             return size <= 0
         tokens = ids[(start - count)[:, None] + np.arange(count)]

@@ -19,16 +19,16 @@ The cost of guards for prefixes is quadratic in the number of messages.
 MAX_TRACES = 16
 """Maximum number of cached traces per shape.
 
-If no cached trace matches a conversation, its answers are derived from the template.
+If no cached trace matches a conversation, the conversation is rendered with the template.
 """
 MAX_CELLS = 2**20
-"""Maximum total number of cells and steps in all cached traces."""
+"""Maximum size of the cache: the total number of layout cells and trace steps in all cached traces."""
 MAX_SHAPES = 2**17
 """Maximum number of shapes that the cache remembers."""
 LAST_ONLY = b"\xfe"
-"""Suffix for the shapes of conversations in which only the last answer is derived.
+"""Suffix of a shape key for conversations in which only the last answer is trained.
 
-No other shape ends with this byte.
+Keys of other conversations never end with this byte.
 """
 
 ShapeKey = tuple[bool, bytes]
@@ -41,7 +41,7 @@ class CachedTrace:
 
     steps: tuple[ReadyStep, ...]
     laid_out: LaidOut
-    """The layout with empty slots."""
+    """The token layout, with empty slots for the texts of a conversation."""
     is_plain: bool
     """Whether every conversation of this shape without empty texts matches the trace and keeps its texts unchanged."""
     needs_empty: bool

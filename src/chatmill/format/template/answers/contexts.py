@@ -8,8 +8,8 @@ the row, the answer starts after the assistant header:
                               context              |answer
 
 The row and the prompt may differ in whitespace before the header. The row and the prompt may also diverge after the
-header, for example if only one of them contains `<think>\\n`. In this case, the answer starts where the row and the
-prompt diverge. Text before the header is not compared, because templates rewrite earlier messages.
+header, for example if only one of them contains `<think>\\n`; the answer then starts at the first difference. Text
+before the header is not compared, because templates rewrite earlier messages.
 
 This module shares no code with `by_origin` and `by_prefix`, so that it can check their results.
 """
@@ -35,7 +35,7 @@ class Context(NamedTuple):
     text: str
     """The part of the header that the row and the prompt have in common."""
     prompt_only: str = ""
-    """The rest of the header, which only the prompt contains."""
+    """The end of the header that is in the prompt but not in the row."""
 
 
 class Headers(NamedTuple):
@@ -60,8 +60,8 @@ def template_headers(plain: PlainText, words: Sequence[str], token: re.Pattern[s
         prompt = plain(1, True)
         header = _added(prompt, plain(1, False), token)
         if words[0] in header:
-            # The generation prompt also changes text before the first message, for example the system message, so
-            # compare the ends of two prompts.
+            # Here, add_generation_prompt also changes text before the first message, for example the system message.
+            # Compare the ends of two prompts instead.
             after_question, after_answer = prompt.rsplit(words[0], 1)[1], plain(2, True).rsplit(words[1], 1)[1]
             header = _common_end(after_question, after_answer, token).lstrip()
         if not header:
@@ -153,14 +153,14 @@ class ContextFinder:
         return header[self._before(header, start) :]
 
     def _common_with(self, header: str, message: int, start: int) -> Context:
-        """Return the part of the header that row and prompt share. Raise if that part lacks the core of the header."""
+        """Return the part of the header that the row and the prompt share; raise if it is shorter than `_core`."""
         size = self._before(header, start)
         if not self._is_context(header, size, start):
             raise self._mismatch(message, start, header)
         return Context(header[:size], header[size:])
 
     def _is_context(self, header: str, size: int, start: int) -> bool:
-        """Whether row and prompt share exactly `size` characters of a header, enough to identify an assistant turn."""
+        """Whether the row and the prompt share exactly `size` characters of a header, and these include its `_core`."""
         common = common_prefix(self.text[start - size :][: len(header) + 1], header, self.token)
         if self.literals[start : start + 1] == FIELD:
             # Message text cannot match a control token of the prompt, except for the tokens in `text_tokens`.
@@ -169,7 +169,7 @@ class ContextFinder:
         return size > 0 and size >= self._core(header) and size == common
 
     def _is_usual(self, header: str) -> bool:
-        """Whether a header starts with the core of the usual assistant header."""
+        """Whether a header starts with the `_core` of the usual assistant header."""
         usual = self.headers.assistant
         return header.startswith(usual[: self._core(usual)])
 

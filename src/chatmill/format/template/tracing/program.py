@@ -135,7 +135,7 @@ TRACED_FILTERS = (
     ),
     *("unique", "upper"),
 )
-"""Filters that use only traced methods of texts, or do not inspect texts."""
+"""Filters that read texts only through traced methods, or do not read texts at all."""
 
 
 OF_TRACED_METHODS = ("format", "truncate")
@@ -243,7 +243,7 @@ class TracedSandbox(Sandbox):
     ) -> TracedStr:
         """Return a value as JSON.
 
-        Strings are encoded as placeholders and then inserted, so that they keep their origin.
+        Strings are replaced with placeholders before encoding and inserted afterwards, so that they keep their origin.
         """
         mark, texts = os.urandom(8).hex(), list[TracedStr]()
 

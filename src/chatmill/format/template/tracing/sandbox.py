@@ -48,7 +48,7 @@ ATTRIBUTES: dict[type, frozenset[str]] = {
     ),
     Cycler: frozenset(("current", "next", "reset")),
 }
-"""The attributes that a template may use, by type. Templates cannot use attributes of types that are not listed."""
+"""The attributes that a template may use, by type. A template cannot use attributes of any other type."""
 
 WRITING_FILTERS = (
     *("capitalize", "center", "e", "escape", "filesizeformat", "forceescape", "format", "indent", "lower", "pprint"),

@@ -60,7 +60,7 @@ def _check_name(name: object) -> None:
 
 
 class TemplateDict:
-    """A replacement for `dict` that does not expose the attributes of the type."""
+    """A replacement for `dict` in templates; it can be called, but does not expose the attributes of `dict`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
