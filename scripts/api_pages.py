@@ -90,8 +90,9 @@ def package_page(package: str) -> str:
     shared = [] if package == "chatmill" else sorted(set(names) & set(import_module("chatmill").__all__))
     lines = [f"# {package}", "", NOTE, "", PACKAGES[package]]
     if shared:
-        links = ", ".join(f"[`{name}`][chatmill.{name}]" for name in shared)
-        lines += ["", f"The package `chatmill` also exports {links}."]
+        links = [f"[`{name}`][chatmill.{name}]" for name in shared]
+        listed = " and ".join(filter(None, (", ".join(links[:-1]), links[-1])))
+        lines += ["", f"The package `chatmill` also exports {listed}."]
     return entries(lines, [f"{package}.{name}" for name in names if name not in shared])
 
 

@@ -2,11 +2,11 @@
 
     python scripts/check_names.py [--root FOLDER]
 
-Fails, with one line for each problem, on
-- a class name that is defined in two places (leading underscores are ignored),
-- a variable or parameter whose name does not describe its value (`found`, `said`, `asked`, `told`, `rest`),
-- an example in README.md, CONTRIBUTING.md or docs/ that imports from a module inside a package: examples show the
-  public API, which is `chatmill`, `chatmill.<package>` and `chatmill.integrations.<library>`.
+The script prints one line for each problem, and fails if there is any problem.
+
+Each class name must be defined only once; leading underscores are ignored. Variables and parameters must not have the
+names `found`, `said`, `asked`, `told` or `rest`, which do not describe a value. Examples in README.md, CONTRIBUTING.md
+and docs/ must import only from the public API: `chatmill`, `chatmill.<package>` and `chatmill.integrations.<library>`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def bound_name(node: ast.AST) -> str | None:
 
 
 def deep_imports(root: Path) -> Iterator[str]:
-    """Yield a problem for every import in the docs from a module inside a package."""
+    """Yield a problem for every example in the docs that imports from a module inside a package."""
     pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
     for page in pages:
         if not page.is_file():

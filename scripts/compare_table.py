@@ -111,8 +111,9 @@ def compared(trial: Trial, data: str) -> dict[str, Any]:
 
 def table(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
     yield (
-        "| template | data | TRL | equal records | different records | records refused by chatmill, TRL, both "
-        "| tokens in both masks | tokens only in chatmill's mask | tokens only in TRL's mask |"
+        "| template | data | TRL | equal records | different records "
+        "| records refused by chatmill, by TRL, and by both | tokens in both masks "
+        "| tokens only in chatmill's mask | tokens only in TRL's mask |"
     )
     yield "|---|---|---|---:|---:|---:|---:|---:|---:|"
     for trial, data, result in results:

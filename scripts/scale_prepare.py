@@ -68,7 +68,7 @@ def main() -> None:
     print(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {args.conversations:,} conversations")
     for name, measured in found.items():
         read = measured["bytes read in this process"]
-        print(f"\n{name}: {measured['tokens']:,} tokens, {read:,} bytes of objects read in this process")
+        print(f"\n{name}: {measured['tokens']:,} tokens, {read:,} bytes read from the object store by this process")
         for part, (passed, cpu) in measured["seconds"].items():
             print(f"  {part:<28}{passed:>9.2f} s{cpu:>9.2f} s CPU")
 

@@ -1,6 +1,6 @@
 """A shell in which `chatmill` and `python FILE.py` are forked from the server of `child_processes`.
 
-A real shell runs the command line, with replacements of `chatmill` and `python` first in PATH. The replacements pass
+A real shell runs the command line, with replacements for `chatmill` and `python` first in PATH. The replacements pass
 their arguments, folder, environment and streams to the server, and exit with the exit code of the forked process.
 Forking saves the seconds that importing torch and transformers takes.
 """

@@ -1,4 +1,4 @@
-"""The ledger: where every row and token went, and why.
+"""The ledger: what happened to every row and token, and why.
 
     records:  read = rejected + filtered + rendered
     tokens:   rendered + repeated + injected + padding = stored + truncated + dropped
@@ -40,8 +40,8 @@ are counted under one reason, so that they do not use up `MAX_REASONS`.
 OTHER_NAMES = "(other keys)"
 UNREAD_KEY = "unread_key "
 """Prefix of the reason for a record key that is not read; the name of the key follows."""
-# "noted" counts rows that were kept but deserve attention, such as rows with a truncated answer. "noted" is not part of
-# any balance.
+# "noted" counts rows that were kept but deserve attention, such as rows with a truncated answer. The balances do
+# not include "noted".
 BALANCES: tuple[tuple[str, str, tuple[Bucket, ...], tuple[Bucket, ...]], ...] = (
     ("records", "rows", ("read",), ("rejected", "filtered", "rendered")),
     ("rows", "rows", ("rendered", "repeated"), ("stored", "dropped")),

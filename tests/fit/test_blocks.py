@@ -1,4 +1,4 @@
-"""Stream blocks: their tokens and loss mask. Tokens are the letters of block_fixtures."""
+"""Stream blocks: their tokens and loss mask. The tokens are the letters that block_fixtures defines."""
 
 from __future__ import annotations
 

@@ -345,7 +345,7 @@ def test_invalid_utf8_is_skipped(engines, pieces):
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        # Some invalid sequences are not detected, but these give at most four ids per byte.
+        # The engine does not detect some invalid sequences, but encodes them with at most four ids per byte.
         assert found[2] == [0] or len(found[0]) <= 4 * len(data)
     else:
         assert_equal(engines, [text])

@@ -50,7 +50,7 @@ def test_decoding_restores_the_text(name, request):
     @given(TEXT)
     def check(text: str) -> None:
         if is_sentencepiece(tokenizer):
-            # SentencePiece uses this character for a space, and decodes the character as a space.
+            # SentencePiece represents spaces by this character, so it decodes the character as a space.
             text = text.replace("▁", "_")
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -61,7 +61,7 @@ def test_the_pieces_of_a_text_are_its_bytes(tokenizer):
     for text in mixed_texts(5, 20_000):
         pieces = b"".join(tokenizer.piece(id) for id in tokenizer.encode(text))
         if is_sentencepiece(tokenizer):
-            # SentencePiece adds a space at the start, and decodes its character for a space as a space.
+            # SentencePiece adds a space at the start of the text, and decodes "▁" as a space.
             assert pieces == b" " + text.replace("▁", " ").encode()
         else:
             assert pieces == text.encode()

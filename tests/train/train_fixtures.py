@@ -72,7 +72,7 @@ def prepare(folder: Path, name: str, *flags: str, seed: int = 0, count: int = 60
 
 
 def write_files(target: Path, episodes: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> Path:
-    """Write only the documented files, as another program would."""
+    """Write only the documented files of a dataset, as another program would."""
     shard = target / "train" / shard_name(0)
     shard.mkdir(parents=True)
     np.array([id for ids in episodes for id in ids], dtype="<u2").tofile(shard / TOKENS)

@@ -2,8 +2,8 @@
 
    The tokenizer's split pattern splits a text into words. A table maps known words to their token ids. The table
    contains nearly all words of a typical text. The encoder skips texts with a word longer than LONGEST, a character
-   of unknown class, a character to normalize, or an added token. The caller must encode the skipped texts, whose
-   indices are returned.
+   of unknown class, a character to normalize, or an added token. The encoder returns the indices of the skipped
+   texts, and the caller must encode these texts.
 
    Calls release the GIL, so several threads can encode at once. Each call has its own workspace. Data that calls
    share is not modified after the encoder is created. */

@@ -62,13 +62,13 @@ def cut_blocks(rows: Rows, block_size: int, *, remainder: Remainder = "pad", led
 
     Each row is a document: one or more conversations that each end with EOS. Every turn must start with a marker token.
 
-    - A block that starts inside a user turn or tool result begins with the conversation's last complete system turn, if
-      it fits, and the user marker.
-    - If a reopened user turn does not end in its second block either, the rest of its document is omitted.
-    - The loss mask includes an answer only if the block contains all of it, the last user turn before it in the block
-      is complete, and every earlier answer in the block is closed. Turns before an EOS do not
-      affect answers after it.
-    - The last block is padded with EOS or dropped.
+    A block that starts inside a user turn or tool result begins with the conversation's last complete system turn, if
+    that turn fits, and the user marker. If a reopened user turn does not end in its second block, the rest of its
+    document is omitted. The last block is padded with EOS or dropped.
+
+    The loss mask includes an answer only if the block contains the whole answer, the last user turn before the answer
+    is complete in the block, and every earlier answer in the block is closed. Turns before an EOS do not affect the
+    answers after that EOS.
     """
     return _blocks(rows, block_size, 0, last=True, remainder=remainder, ledger=ledger)[0]
 
@@ -240,7 +240,8 @@ def _eos_padding(eos: int, length: int) -> Rows:
 def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, at: int, end: int) -> None:
     """Count the tokens that the blocks add, omit or exclude from training.
 
-    A conversation in three blocks becomes three rows; two of them count as repeated rows with 0 tokens.
+    A conversation that is split into three blocks becomes three rows; the ledger counts two of the rows as repeated,
+    with 0 tokens.
     """
     rule, length = packed.spans["rule"], packed.spans["length"]
     added: tuple[tuple[Bucket, Rule], ...] = (("injected", Rule.INJECTED), ("padding", Rule.PAD))
@@ -270,8 +271,8 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
         _, segment, start, stop = _pieces(rows, start, stop)
         each = np.arange(len(segment) + 1)
         left_out = gather(rows, GatherPlan(start, stop, each, segment, each))
-        # A conversation without stored tokens counts as a dropped row. Other missing tokens count as truncated, or as
-        # dropped if they are in the dropped last block.
+        # Count a conversation as a dropped row if none of its tokens are stored. Count the missing tokens of other
+        # conversations as dropped if they are in the dropped last block, and otherwise as truncated.
         whole = ~np.isin(segment, stored)
         dropped = whole | (reason == "remainder")
         sides: tuple[tuple[Bucket, Flags], ...] = (("dropped", dropped), ("truncated", ~dropped))

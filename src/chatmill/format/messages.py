@@ -69,7 +69,7 @@ def body_of(message: Message, format: ChatFormat, prefix: str, suffix: str) -> B
 
 
 def text_runs(body: Body) -> list[str]:
-    """Return the text runs of a body. A run is the text between two control tokens and is encoded as a whole."""
+    """Return the text runs of a message body: the texts between control tokens, each of which is encoded as a whole."""
     runs = groupby(body, key=lambda piece: piece.token is None)
     return ["".join(piece.text for piece in pieces) for is_text, pieces in runs if is_text]
 
@@ -124,8 +124,8 @@ def split_bodies(
     `flat`.
 
     The ids of control tokens follow the ids of the encoded texts, at the offsets `control_start`. If the tokenizer
-    changes the text of a run, the boundaries between the pieces of the run are unknown. In this case, one content piece
-    covers the whole run, and the other pieces of the run are empty.
+    changes the text of a run, the boundaries between the pieces of the run are unknown; one content piece then covers
+    the whole run, and the other pieces of the run are empty.
     """
     pieces = [piece for body in bodies for piece in body]
     parts = np.array([piece.part for piece in pieces], dtype=np.uint8)
@@ -182,7 +182,7 @@ def transcript_turns(record: Record, format: ChatFormat) -> list[str]:
 
 
 EXTENDED = 8
-"""The number added to the role code of an extended message; it is larger than every role code."""
+"""Offset added to the role codes of the messages in `MessageColumns.extended`; larger than every role code."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class MessageColumns:
 
     @property
     def outside(self) -> list[int]:
-        """Indices of the messages that consist of text outside turns."""
+        """Indices of the messages without a role, whose text is outside all turns."""
         numbers: list[int] = np.flatnonzero(self.roles == ROLE_CODES[NO_ROLE]).tolist()
         return numbers
 
@@ -230,7 +230,7 @@ def message_columns(records: Sequence[Record], format: ChatFormat, compiled: Com
             messages_by_record[at] = messages_of(record, format)
             added[at] = len(messages_by_record[at]) - counts[at]
     messages = list(chain.from_iterable(messages_by_record))
-    # For speed, one loop collects the role codes and marks extended messages: those with more than a complete text.
+    # For speed, one loop collects the role codes and marks the messages that belong in `extended`.
     listed = [
         ROLE_CODES[message.role]
         if message.weight is None

@@ -58,7 +58,7 @@ class TransformersPeer:
     def _ask(self, request: Any) -> list[int] | str | None:
         """Return the response of the process, or None if the process crashes or exceeds its limits."""
         if self._channel is not None and self._owner != os.getpid():
-            # After a fork, the parent still uses the inherited channel.
+            # In a forked child, open a new channel, because the parent still uses the inherited channel.
             self._channel.close()
             self._channel = None
         self._owner = os.getpid()

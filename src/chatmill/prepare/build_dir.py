@@ -46,8 +46,8 @@ def build_dir(
 ) -> Iterator[BuildDir]:
     """Lock and create the build folders, which are removed when the block ends.
 
-    After an error that the input did not cause, the units are kept for --resume. `name` is the name of the dataset in
-    error messages, if it is not `target`.
+    If the build fails, the units are kept for --resume, unless the input caused the error. `name` is the name of the
+    dataset in error messages, if it is not `target`.
     """
     staging = staging_for(target)
     units, lock = (staging.with_name(f"{staging.name}.{name}") for name in ("units", "lock"))
@@ -66,7 +66,7 @@ def build_dir(
                     _remove(units, UNITS)
                 raise
             if left := _remove(units, UNITS):
-                warnings.warn(f"{units}: {left}; the dataset is complete; remove this folder by hand", stacklevel=3)
+                warnings.warn(f"{units}: {left}; the dataset is complete, so remove this folder", stacklevel=3)
     except OSError as error:
         if error.errno not in FULL:
             raise
@@ -106,7 +106,7 @@ def clean_builds(target: Path, *, older_than: float, dry_run: bool) -> CleanedBu
                 counts[is_old] += ObjectCount(len(statuses), sum(status.st_size for status in statuses))
                 if is_old and not dry_run and (left := _remove(folder, kind)):
                     raise DataError(
-                        f"{folder}: {left}; the folder is left over from an earlier build; inspect and remove it"
+                        f"{folder}: {left}; an earlier build left this folder behind, so inspect and remove it"
                     )
     return CleanedBuilds(removed=counts[True], young=counts[False])
 
@@ -120,7 +120,7 @@ def _take_over(staging: Path, units: Path, job: bytes, *, resume: bool) -> bool:
     # Remove the shards even when resuming: writing them again from the units is fast and gives the same bytes.
     for folder, kind in ((staging, DATASET), *(() if resumed else ((units, UNITS),))):
         if left := _remove(folder, kind):
-            raise DataError(f"{folder}: {left}; the folder is left over from an earlier build; inspect and remove it")
+            raise DataError(f"{folder}: {left}; an earlier build left this folder behind, so inspect and remove it")
     if resumed:
         for part in units.glob(f".*{PART}"):
             files.disk.remove(part)

@@ -55,7 +55,7 @@ class InputFiles:
     def check_size(self, path: Place) -> None:
         """Raise a `DataError` if a file was removed or its size changed.
 
-        Objects are checked only at the end, because each check is a request.
+        Files in object stores are checked only at the end, because each check takes a request.
         """
         if isinstance(path, Path):
             self._compare_sizes(path, _state(path))
@@ -76,8 +76,8 @@ class InputFiles:
     def check(self, parts: Iterable[tuple[Place, BytesRead]], *, is_planned: Callable[[], bool]) -> None:
         """Raise a `DataError` unless the files still contain the bytes that were read.
 
-        `is_planned` is called if a file may have changed; it plans the parts again and returns whether they are the
-        same.
+        If a file may have changed, `is_planned` is called, which plans the parts again and returns whether the new plan
+        is the same.
         """
         now = _states(self._states)
         for path, state in now.items():

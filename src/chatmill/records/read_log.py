@@ -33,7 +33,7 @@ class ReadLog:
         self._ends: set[int] = set()
 
     def add(self, start: int, data: memoryview) -> None:
-        """Add the bytes read at `start`; no bytes means the end of the file."""
+        """Add the bytes read at `start`; empty `data` means the end of the file."""
         if not len(data):
             self._ends.add(start)
         elif self._ranges and self._ranges[-1][1] == start:

@@ -341,7 +341,7 @@ def _episodes(stored: StoredFiles, split: str, meta: CacheMeta) -> CachedEpisode
 def _parts(
     dtype: np.dtype[np.unsignedinteger], examples: int, tokens: int
 ) -> dict[str, tuple[int, np.dtype[Any], int]]:
-    """Return the first byte, type and record count of each part of a shard."""
+    """Return the byte offset, type and record count of each part of a shard."""
     index = HEADER.size
     ids = index + examples * EPISODE.itemsize
     mask = ids + tokens * dtype.itemsize

@@ -331,7 +331,7 @@ def building_aside(target: Path, doing: str, *, kind: FolderKind = DATASET) -> I
     busy = f"{staging}: another process is building there; wait for it to finish"
     with locked(staging, busy, opened=partial(os.open, staging, os.O_RDONLY)):
         if left := remove_contents(staging, kind):
-            raise DataError(f"{staging}: {left}; the folder is left over from an earlier build; inspect and remove it")
+            raise DataError(f"{staging}: {left}; an earlier build left this folder behind, so inspect and remove it")
         try:
             yield staging
         except BaseException:

@@ -27,7 +27,7 @@ except ImportError:  # pragma: no cover
 Encode = Callable[[Sequence[str]], tuple[Ids, Offsets]]
 
 MAX_MERGES = 2**22
-"""Limit on merges, so that a merge rank and a position in a word fit into 32 bits."""
+"""Maximum number of merges; a merge rank and a position in a word must together fit into 32 bits."""
 
 
 class ByteBpe:

@@ -67,8 +67,8 @@ class DataCheck:
     def follow(self, saved: Path | None, at: Cursor, *, all_done: bool) -> None:
         """Record the end of a pass once all ranks have finished it, and start a new pass in each epoch.
 
-        `saved` is the newest checkpoint. If the data order has no epochs, an epoch has as many rows as there are
-        eligible episodes.
+        `saved` is the newest checkpoint. If the data order has no epochs, a new pass starts after as many
+        rows as there are eligible episodes.
         """
         if self._thread is not None and all_done:
             self._thread.join()

@@ -56,7 +56,7 @@ class HFModel(CausalModel):
         compute: torch.dtype | None = None,
         separates: bool | None = None,
     ) -> None:
-        """`separates` tells whether the architecture separates packed conversations. If `separates` is None, the model
+        """`separates` says whether the architecture separates packed conversations. If `separates` is None, the model
         is tested.
         """
         super().__init__()
@@ -221,7 +221,7 @@ class HFModel(CausalModel):
         return self._reverted(weights) if part.is_converted else super().saved_tensors(part, weights)
 
     def _reverted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert weights back to the tensors of the model files, from which transformers computes them."""
+        """Undo the weight conversion that transformers applies when it loads the model files."""
         from transformers.core_model_loading import revert_weight_conversion
 
         return revert_weight_conversion(self.lm, {name.removeprefix("lm."): each for name, each in weights.items()})

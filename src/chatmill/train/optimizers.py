@@ -41,8 +41,8 @@ OPTIMIZER_BYTES = {
     "adafactor": OptimizerBytes(4, 0),
     "muon": OptimizerBytes(4, 4),
 }
-"""Memory use of each optimizer. With muon, parameters outside the weight matrices of the layers have 8 bytes of AdamW
-state.
+"""Memory use of each optimizer. With muon, each parameter outside the weight matrices of the layers needs 8 bytes of
+AdamW state.
 """
 NOT_NEGATIVE = {"exp_avg_sq", "exp_avg_scale", "exp_avg_rms_scale", "row_var", "col_var", "variance"}
 """Names of the optimizer state tensors that are never negative: second moments and scales."""
@@ -99,7 +99,7 @@ AnyOptimizer: TypeAlias = torch.optim.Optimizer | OptimizerPair
 
 
 def make_optimizer(model: CausalModel, settings: OptimizerConfig) -> AnyOptimizer:
-    """Create the optimizer of a config for all trainable parameters. Only matrices have weight decay."""
+    """Create the optimizer of a config for all trainable parameters. Weight decay applies only to matrices."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # AdamW rejects ints, and a config may contain 0 instead of 0.0.
     lr, eps, *betas = map(float, (settings.learning_rate, settings.adam_eps, settings.beta1, settings.beta2))

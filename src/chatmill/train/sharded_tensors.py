@@ -26,7 +26,7 @@ from chatmill.train.model_files import INDEX, WEIGHTS, ModelFiles, TensorInfo, r
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 Rows: TypeAlias = Any
-"""A tensor, or a tensor in a safetensors file from which `rows[start:stop]` reads rows."""
+"""A tensor in memory or in a safetensors file; `rows[start:stop]` returns a range of its rows."""
 PARTS = "pieces"
 """The key in the file metadata that lists the partial tensors."""
 

@@ -45,7 +45,7 @@ def test_an_answer_shifted_by_one_character_in_either_derivation_is_rejected(mon
     assert derived(name).answers
     monkeypatch.setattr(derive, derivation, shifted)
     with pytest.raises(
-        RecordError, match=r"whether the answer of message 3 (begins|ends) before or after .*: the derivation by origin"
+        RecordError, match=r"whether the answer of message 3 (begins|ends) before or after .*: the origins of"
     ):
         derived(name)
 
@@ -60,5 +60,5 @@ def test_the_error_shows_the_disputed_text_and_both_results(monkeypatch):
     assert refused.value.kind == "mask_disputed"
     assert refused.value.what == (
         'cannot determine whether the answer of message 1 begins before or after "Nor": '
-        "the derivation by origin says before, the derivation by prefix says after"
+        "the origins of the characters indicate before, but the rendered prefixes indicate after"
     )

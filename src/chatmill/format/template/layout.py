@@ -77,7 +77,7 @@ class SimpleSections(NamedTuple):
     takes_columns: bool
     """Whether all texts of the conversation are encoded unchanged.
 
-    False if the template changes a text, or if a text may form a text token with the literals around it.
+    False if the template changes a text, or if a text and the literals around it may together form a text token.
     """
 
     def texts(self, slots: Sequence[str]) -> list[str]:
@@ -114,7 +114,7 @@ class TokenLayout:
     first_cell: Index
     """Index of the first cell of each span. The last entry is the number of cells."""
     spans: Table
-    """The spans of the row, whose lengths are not yet known."""
+    """The spans of the row, with unknown lengths."""
     simple: SimpleSections | None = None
     """The sections of a layout for a trace, if every section has exactly one slot."""
     splits: dict[tuple[tuple[int, str | None], ...], TokenLayout] = dataclasses.field(default_factory=dict)
@@ -138,10 +138,10 @@ def token_layout(
     text_tokens: ControlTokens,
     encoder: ControlEncoder | None = None,
 ) -> TokenLayout:
-    """Return the layout of a record with derived answers. `text_tokens` contains the tokens that may come from text.
+    """Return the layout of a rendered record. `text_tokens` contains the tokens that may come from text.
 
     Without `encoder`, the slots are filled, and the layout is valid only for this conversation. With `encoder`, the
-    slots stay open, and sections without slots are encoded immediately.
+    layout keeps its slots, and sections without slots are encoded immediately.
     """
     cells: list[_Cell] = []
     for cell in _CellSplitter(record, derived, tokens, text_tokens, filled=encoder is None).cells():
@@ -292,9 +292,9 @@ class _CellSplitter:
         self.edges = {edge for answer in self.answers for edge in (answer.start, answer.stop)}
         self.answered = {answer.message for answer in derived.answers}
         self.written: set[int] = set()
-        """The messages of the fields that have been processed."""
+        """Indices of the messages with a field that has been processed."""
         self.last = OUTSIDE
-        """The message of the last field that has been processed."""
+        """Index of the message that contains the last processed field."""
         self.fields = [at for at, piece in enumerate(self.pieces) if piece.source is not None]
 
     def cells(self) -> Iterator[_Cell]:
@@ -356,7 +356,7 @@ class _CellSplitter:
             return SpanKind(Role.NONE, Part.OPEN, Rule.HEADER, int(NO_MESSAGE))
         if owner == OUTSIDE and len(self.written) == len(self.roles):
             return SpanKind(Role.NONE, Part.EOS, Rule.HEADER, message)
-        # An empty answer has no field, so also compare the position with the answers.
+        # An empty answer has no field and is not in `written`, so also check whether the answer starts before `place`.
         is_after = message in self.written or (at >= 0 and self.answers[at].message == message)
         part = Part.CLOSE if is_after else Part.OPEN
         # If an assistant message is context, its end token is also context.
@@ -366,8 +366,8 @@ class _CellSplitter:
     def _part(self, number: int, answer: AnswerSpan) -> int:
         """Return the `Part` of one piece of an answer.
 
-        A literal gets the `Part` of the next field if that field belongs to the same message. Otherwise, the literal
-        gets the `Part` of the previous field.
+        A literal has the same `Part` as the next field, or as the previous field if the next field belongs to another
+        message.
         """
         after = bisect_left(self.fields, number)
         for at in (*self.fields[after : after + 1], *self.fields[:after][-1:]):

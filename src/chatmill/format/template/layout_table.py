@@ -19,7 +19,7 @@ from chatmill.rows import EMPTY, Ids, Index, Rows, Table, joined, offsets, ragge
 from chatmill.tokenizer.control_encoder import ControlEncoder
 
 MAX_KINDS = 2**8
-"""Maximum number of different pairs of literals around a text in one batch of columns."""
+"""Maximum length of `LayoutTable.around` for batches whose texts are stored in columns."""
 MAX_KEPT = 2**14
 """Maximum number of cells in a layout table that is kept for the next batch."""
 
@@ -75,7 +75,7 @@ class LayoutTable:
     slot: Index
     """The slot of each section, or -1 in a layout without simple sections."""
     kind: NDArray[np.uint8]
-    """Index in `around` of the literals of each section, for sections whose texts come from columns."""
+    """For each section with text from columns, the index in `around` of the literals around the text."""
     around: list[tuple[str, str]]
     literal_bytes: Index
     first_border: Index
@@ -173,7 +173,7 @@ def layout_table(layouts: Sequence[TokenLayout]) -> LayoutTable:
 
 @dataclass(frozen=True, eq=False)
 class RowCells:
-    """The cells of consecutive rows, as references to the layouts in a table."""
+    """The cells of consecutive rows: a table of layouts, and the layout of each row."""
 
     table: LayoutTable
     which: Index

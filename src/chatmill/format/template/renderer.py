@@ -228,7 +228,7 @@ class TemplateRenderer:
     render_chunks = Renderer.render_chunks
 
     def _for_record(self, record: Record) -> TemplateRenderer:
-        """Return the renderer for the `chat_template_kwargs` of a record, which may be `self`."""
+        """Return a renderer with the `chat_template_kwargs` of a record, or `self` if the kwargs are the same."""
         if record.template_kwargs == self._kwargs:
             return self
         renderer = self._variants.pop(record.template_kwargs, None)
@@ -280,7 +280,7 @@ class TemplateRenderer:
     def derive(
         self, record: Record, *, mask: Mask | None = None, cacheable: bool = False, last_only: bool = False
     ) -> DerivedAnswers:
-        """Derive the answers of one record without using cached traces."""
+        """Render one record without using cached traces, and find its answers."""
         template = self.templates[bool(record.tools)]
         texts = len(shape_and_texts(record, template.style)[1])
         derived = self.process.derive(
@@ -295,7 +295,10 @@ class TemplateRenderer:
         return without_prompt_space(derived) if self.strip_prompt_space else derived
 
     def check(self, record: Record, derived: DerivedAnswers) -> tuple[Note, ...]:
-        """Check the derived answers and return notes for the ledger. Raise a `RecordError` if an answer is invalid."""
+        """Check the answers in a rendered record and return notes for the ledger.
+
+        Raise a `RecordError` if an answer is invalid.
+        """
         turns = self.turn_marks(bool(record.tools))
         return check_answers(derived, self.control_tokens, turns, allow_no_end=self.allow_no_end)
 
@@ -353,7 +356,7 @@ class TemplateRenderer:
     def _lay_out_texts(
         self, key: ShapeKey, texts: list[str], record: Callable[[], Record], *, last_only: bool = False
     ) -> LaidOut:
-        """Lay out a record with a matching cached trace, or derive its answers and cache the new trace if possible."""
+        """Lay out a record with a matching cached trace, or render the record and cache the new trace if possible."""
         followed = self._cache.follow(key, texts)
         if followed is not None:
             trace, slots = followed
@@ -386,7 +389,7 @@ class TemplateRenderer:
         return replace(derived, notes=derived.notes + self.check(record, derived))
 
     def lay_out_derived(self, record: Record, derived: DerivedAnswers, notes: tuple[str, ...] = ()) -> LaidOut:
-        """Lay out a record from its derived answers, without using cached traces."""
+        """Lay out a rendered record without using cached traces."""
         layout = token_layout(record, derived, self.control_tokens, text_tokens=self.text_tokens)
         expected, weights = self._headers.expected(derived), rendered_weights(record, derived)
         return LaidOut(layout, [], notes + derived.notes, expected, weights)

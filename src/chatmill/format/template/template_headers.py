@@ -1,4 +1,4 @@
-"""The headers of a chat template as token ids, which finished rows are checked against."""
+"""Encode the headers of a chat template, to check finished rows against them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Derive the answers of one conversation with two methods, and reject the conversation if the results differ.
+"""Find the answers in a rendered conversation with two methods, and reject the conversation if the results differ.
 
-`by_origin` and `by_prefix` share no code. If both determine the start or end of an answer, the results must be
-equal.
+The methods `by_origin` and `by_prefix` share no code. If both methods find the start or end of an answer, their results
+must be equal.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def derive(
     text_tokens: Collection[str] = (),
     eos: str | None = None,
 ) -> DerivedAnswers:
-    """Derive the answers of a conversation. Raise a `RecordError` if the answers cannot be determined.
+    """Find the answers in a rendered conversation. Raise a `RecordError` if the answers cannot be determined.
 
     `ends` contains the tokens at which a server stops, and `text_tokens` the control tokens that may come from text.
     With `cacheable`, the trace records guards, so that other conversations can reuse it. With `last_only`, only the
@@ -109,8 +109,8 @@ def derive(
         full, answers = _enter_fields(trace, full, answers, finder, pattern, text_tokens)
         prefixes = answers_by_prefix(text, assistants, prompts, render_text, tokens.ids, ends, eos)
         for answer, prefix in zip(answers, prefixes, strict=True):
-            # Skip the comparison if a message quotes a control token: in plain text, it looks like a token of the
-            # template.
+            # Skip the comparison if a message quotes a control token, which `by_prefix` would mistake for a token of
+            # the template.
             quotes = tokens.any_in(_texts_of(record.messages[answer.message]))
             _check_agreement(text, answer, prefix._replace(start=None, stop=None) if quotes else prefix)
         _check_inside(full, answers)
@@ -160,7 +160,7 @@ def _enter_fields(
             (match.start() for match in token.finditer(prompt_only) if match[0] not in text_tokens), len(prompt_only)
         )
         common = _common_with_text(trace, pieces, answer, prompt_only[:written])
-        # Exclude a control token that the common prefix contains only in part.
+        # If the common prefix ends inside a control token, exclude this token.
         common = next(
             (match.start() for match in token.finditer(prompt_only) if match.start() < common < match.end()), common
         )
@@ -291,13 +291,13 @@ def _check_complete(record: Record) -> None:
 
 
 def _check_agreement(text: str, answer: AnswerSpan, prefix: PrefixAnswer) -> None:
-    """Raise if the two derivations disagree on an answer."""
+    """Raise if the two methods disagree on an answer."""
     for name, one, other in (("begins", answer.start, prefix.start), ("ends", answer.stop, prefix.stop)):
         if other is not None and one != other:
             low, high = sorted((one, other))
             what = f"the answer of message {answer.message} {name} before or after {shown(text[low:high])}"
             sides = ("before", "after") if one < other else ("after", "before")
-            by = f"the derivation by origin says {sides[0]}, the derivation by prefix says {sides[1]}"
+            by = f"the origins of the characters indicate {sides[0]}, but the rendered prefixes indicate {sides[1]}"
             raise disputed(f"cannot determine whether {what}: {by}")
     if answer.start >= answer.stop:
         raise disputed(f"no part of message {answer.message} would be trained on", "expected an answer with text")

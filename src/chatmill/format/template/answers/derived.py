@@ -1,4 +1,4 @@
-"""The result of deriving answers, as plain data that the template process sends to the renderer."""
+"""The answers in a rendered conversation, as plain data that the template process sends to the renderer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DerivedAnswers:
     rendering: Rendering
     answers: tuple[AnswerSpan, ...]
     prefixes: tuple[PrefixAnswer, ...]
-    """The answers that the derivation by prefix found, or an empty tuple if generation tags mark the answers."""
+    """The answers that `by_prefix` found, or an empty tuple if generation tags mark the answers."""
     contexts: tuple[Context, ...]
     """The context that must precede each answer, or an empty tuple if generation tags mark the answers."""
     steps: tuple[TraceStep, ...] | None

@@ -3,7 +3,7 @@
 `PASS`: the template has the property.
 `WARN`: training works, but the template makes an unusual choice or rejects some record shapes.
 `FAIL`: the model would be trained on wrong tokens, or some records cannot be used for training.
-`SKIP`: the property was not checked, for the reason that the line gives.
+`SKIP`: the property was not checked; the line says why.
 """
 
 from __future__ import annotations

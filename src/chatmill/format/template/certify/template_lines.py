@@ -122,7 +122,7 @@ def null_content(seen: Observations) -> Finding:
 
 
 def shapes(seen: Observations) -> Iterator[Finding]:
-    """Yield a line for each reason for rejected record shapes, except for shapes that other lines report."""
+    """Yield a line for each reason why record shapes are rejected, except for shapes that other lines report."""
     hidden = {SYSTEM.id, REASONING.id, *(record.id for record in PLAIN)}
     if TOOL.id in seen.faults:
         hidden |= {record.id for record in TOOL_SHAPES}

@@ -127,7 +127,7 @@ class TemplateProcess:
         last_only: bool = False,
         text_tokens: Iterable[str] = (),
     ) -> DerivedAnswers:
-        """Derive the answers of a record. `texts` is the number of texts in the record.
+        """Render a record and find its answers. `texts` is the number of texts in the record.
 
         `text_tokens` contains the tokens that may come from text.
         """
