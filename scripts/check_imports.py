@@ -1,4 +1,4 @@
-"""Check that the parts of src/chatmill import each other, and libraries such as torch, only where this is allowed.
+"""Check that each part of src/chatmill imports only the other parts and large libraries that it may import.
 
     python scripts/check_imports.py [PACKAGE_FOLDER]
 
@@ -52,7 +52,7 @@ MAY_IMPORT_BESIDES: dict[str, set[str]] = {
 }
 """Additional parts that individual files may import.
 
-The viewer uses the MinHash signatures of prepare/, chat_model.py renders text, and run_dir.py records the version.
+near.py uses the MinHash signatures of prepare/, chat_model.py renders text, and run_dir.py records the version.
 """
 
 HEAVY = {"torch", "transformers", "peft", "triton", "trl", "accelerate", "lightning", "torchdata", "torchtitan"}
@@ -121,7 +121,8 @@ def imports(path: Path, package: Path) -> Iterator[Import]:
             base = ".".join((*above[: len(above) - node.level + 1], node.module or "")) if node.level else node.module
             base = (base or "").rstrip(".")
             for alias in node.names:
-                # `from chatmill import fit` imports a part; `from chatmill import pack` imports the package itself.
+                # `from chatmill import fit` imports the part `fit`; `from chatmill import pack` imports only the
+                # package.
                 is_part = base == PACKAGE and alias.name in MAY_IMPORT
                 yield Import(f"{base}.{alias.name}" if is_part else base, node.lineno, in_function, for_types)
         elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):

@@ -18,7 +18,7 @@ COLUMNS = re.compile(r"\S {2,}\S")
 
 
 class DocstringBlocks(Extension):
-    """Fences examples in docstrings, and documents config keys."""
+    """Puts examples into code fences, and shows the default and the help text of each config key."""
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
         if isinstance(obj, Attribute) and is_key(obj.value):
@@ -35,7 +35,7 @@ def is_key(value: Any) -> TypeGuard[ExprCall]:
 
 
 def document_key(attribute: Attribute, call: ExprCall) -> None:
-    """Show the default value of a config key instead of the call to `key`, with its help text as the docstring."""
+    """Replace the call to `key` with the default value of the config key, and use the help text as the docstring."""
     default, description = call.arguments[:2]
     attribute.value = default
     attribute.docstring = Docstring(string_value(ast.parse(str(description), mode="eval").body), parent=attribute)

@@ -126,7 +126,7 @@ def test_a_log_of_an_earlier_version_verifies_and_is_continued(dataset, tmp_path
     audit, _ = run(dataset, tmp_path, 30, every=6, saved=states[20])
     checked = verify_log(audit.path, dataset)
     assert (checked.fault, checked.steps) == (None, 30)
-    # Without row_digest in the log, verification computes digests of the old kind.
+    # If the log has no row_digest, verification computes the digests as earlier versions did.
     audit.path.write_bytes(b"".join(line + b"\n" for line in rechained(
         audit.path.read_bytes().replace(b" | row_digest=sha256", b"").split(b"\n")[:-1], 0
     )))  # fmt: skip

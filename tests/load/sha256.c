@@ -6,7 +6,7 @@
 #include <stdlib.h>
 
 #ifdef EMULATED
-/* The SHA instructions of x86-64 in C, as defined by Intel, for machines and emulators that lack them. */
+/* The SHA instructions of x86-64, implemented in C, for machines and emulators that lack them. */
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>

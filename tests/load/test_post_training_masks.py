@@ -1,4 +1,4 @@
-"""Loading for post-training, compared token by token with the specification in plain Python.
+"""Compare loading for post-training, token by token, with a plain Python implementation of the specification.
 
 The oracle represents markers, blocks and masks as lists of tokens, and shares no code with chatmill.
 """

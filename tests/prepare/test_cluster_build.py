@@ -1,4 +1,4 @@
-"""A cluster build whose tasks all run in this process.
+"""Test cluster builds with all tasks in this process.
 
 `test_ray_nodes` runs the tasks on Ray nodes without a shared file system.
 """

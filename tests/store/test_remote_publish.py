@@ -195,7 +195,7 @@ def test_a_target_with_objects_of_others_is_refused_before_any_work(store, reque
             DataError, match=rf"^{bucket}/file: is an object, but a dataset needs a folder; use another"
         ):
             prepare_dataset(nothing, bucket / "file", overwrite=overwrite)
-    # Leftovers of a killed build do not block a build, and neither does a folder with the same prefix.
+    # Leftovers of a killed build do not block a new build, and neither does a folder whose name has the same prefix.
     for name in (f"i/objects/{'0' * 64}", f"i/staging/{'1' * 64}/unit_00000.rows"):
         objects.write(bucket / name, b"left")
     built(bucket / "i")

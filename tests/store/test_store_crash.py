@@ -81,7 +81,7 @@ def test_a_dataset_folder_with_other_files_is_never_replaced(tmp_path, monkeypat
     before = contents(target)
     with pytest.raises(DataError, match=r"x: is not replaced, because dataset_metadata\.json does not list .*"):
         check_target(target, overwrite=True)
-    # If an unlisted file appears only after the check, the old folder is put back.
+    # If an unlisted file appears only after the check, the old folder is restored.
     monkeypatch.setattr("chatmill.store.publish.check_target", lambda *args, **options: None)
     if not exchange:
         monkeypatch.setattr(files.Disk, "exchange", lambda self, one, other: False)

@@ -136,7 +136,7 @@ def read_log(path: Path) -> list[LogLine | TornLine]:
 
 
 def torn_fields(torn: Sequence[TornLine]) -> dict[str, Any]:
-    """Return the fields that record torn lines in the next valid line."""
+    """Return the fields with the size and hash of torn lines, for the next valid line."""
     raw = b"\n".join(part.raw for part in torn)
     return {"torn_bytes": len(raw), "torn_sha256": hashlib.sha256(raw).hexdigest()}
 

@@ -297,6 +297,6 @@ def sum_batches(batches: Sequence[BatchSum]) -> tuple[NDArray[np.uint64], Number
 
 
 def add_counts(total: Mapping[str, int], plan: LoadPlan, counts: Numbers) -> dict[str, int]:
-    """Add counts to the totals per source, in the order of the plan's sources."""
+    """Add `counts`, which are in the order of the plan's sources, to the totals per source."""
     names = [source.name for source in plan.sources]
     return {name: total.get(name, 0) + int(count) for name, count in zip(names, counts, strict=True)}

@@ -64,9 +64,9 @@ def compare(
 
     Renders the conversations with the chat template of MODEL twice: with chatmill, and with the SFTTrainer of the
     installed TRL. TRL receives messages, or prompts and completions if the file has them. TRL runs with
-    assistant_only_loss=True, because chatmill also trains only on answers. TRL's default is False; one line of the
-    output shows how many tokens are trained with the default. If TRL cannot mask answers with this template, prints the
-    reason and compares with the default instead.
+    assistant_only_loss=True, because chatmill also trains only on answers. TRL's default is assistant_only_loss=False;
+    one line of the output shows how many tokens TRL trains on by default. If TRL cannot mask answers with this
+    template, prints the reason and compares with TRL's default instead.
 
     chatmill does not truncate rows in this comparison. Neither library computes a loss for the first token of a row, so
     the first token is counted as not trained. Tokens in [brackets] are trained. The exit code is 0 even if records

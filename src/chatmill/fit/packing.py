@@ -18,7 +18,7 @@ from chatmill.errors import DataError
 from chatmill.rows import Index, Rows, offsets, ragged_index
 
 WINDOW = 2**20
-"""Number of rows that are packed together."""
+"""Default number of rows in a window; each window is packed separately."""
 
 Seed = int | tuple[int, ...]
 """One integer, or a tuple of integers that form one seed, such as (seed, epoch, window)."""
@@ -75,8 +75,8 @@ def pack(rows: Rows, capacity: int, *, seed: Seed | None = None, window: int = W
 
     aaa | bb | cccc, capacity 5  ->  cccc | aaa bb        positions 0123 | 012 01, segments 0000 | 000 11
 
-    Rows are packed in groups of `window` consecutive rows, which limits memory. The window's index is part of the seed
-    that permutes its bins.
+    Rows are packed in groups of `window` consecutive rows, which limits memory. The index of a window is part of the
+    seed for the permutation of its bins.
     """
     if window < 1:
         raise DataError(f"window is {window}; expected at least 1")

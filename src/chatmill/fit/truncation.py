@@ -77,7 +77,7 @@ def truncate_with_sources(
     require_terminators: bool = False,
     min_tokens: int = 1,
 ) -> tuple[Rows, Index]:
-    """Return the rows that `truncate` returns, and the index of the source row of each.
+    """Like `truncate`, but also return the index of the source row of each new row.
 
     The ledger counts every change and every dropped row:
 
@@ -371,7 +371,7 @@ def _answers_cut(rows: Rows, cut: Truncation) -> tuple[NDArray[np.bool_], NDArra
 
 
 def _keeps_header(rows: Rows, cut: Truncation) -> NDArray[np.bool_]:
-    """Return which new rows keep, in their head, the header of a removed message.
+    """Return whether the head of each new row includes the header of a removed message.
 
     Some templates write tools or the system text into the first user message, after its header:
 
@@ -389,7 +389,7 @@ def _keeps_header(rows: Rows, cut: Truncation) -> NDArray[np.bool_]:
 
 
 def _inside_answer(rows: Rows, token: Index) -> NDArray[np.bool_]:
-    """Return whether a cut before each token would split the trained tokens of one message."""
+    """For each token, return whether a cut before it would split the trained tokens of one message."""
     if not len(rows.spans):
         return np.zeros(len(token), dtype=bool)
     inner = (token > 0) & (token < len(rows.ids)) & ~np.isin(token, rows.row_start)

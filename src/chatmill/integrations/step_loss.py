@@ -3,8 +3,8 @@
     loss of a step = Σ weight · cross entropy / Σ weight        over all rows of the step
                    = the mean of the losses of its micro-batches on all ranks
 
-The column `step_weight` is Σ weight of the step, divided by the number of micro-batches on all ranks. `step_weight` has
-the shape () or (rows, 1).
+The column `step_weight` contains the sum of the weights in the step, divided by the number of micro-batches on all
+ranks. `step_weight` has the shape () or (rows, 1).
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class SFTRows(Dataset):
         return self.rows.__getitems__(rows)
 
     def set_epoch(self, epoch: int) -> None:
-        """Reject a second epoch of a run."""
+        """Raise `UsageError` if a training run starts a second epoch."""
         if isinstance(self.rows, TrainRows):
             self.rows.set_epoch(epoch)
 

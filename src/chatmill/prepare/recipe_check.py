@@ -51,7 +51,7 @@ class SourceSample:
 
     name: str
     files: list[tuple[FilePart, int]] = field(default_factory=list)
-    """Each file with its shape, and its size in bytes."""
+    """Each file, with its shape and its size in bytes."""
     read_whole: bool = True
     """Whether all records of the source were read."""
     ledger: Ledger = field(default_factory=Ledger)

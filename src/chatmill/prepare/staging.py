@@ -2,11 +2,11 @@
 
     magic · crc32 of the rest · size of the header · header (JSON) · arrays, each at a multiple of 64 bytes
 
-The *head* of a file has all arrays except tokens and spans, which follow the head. Assembly reads only the heads of
-staged files to plan the shards.
+Each file starts with its *head*: the header and all arrays except tokens and spans. To plan the shards, assembly reads
+only the head of each staged file.
 
 A staged file gets its final name when it is complete. The file is not synced; after a power loss, its checksum shows
-whether it is intact. Objects in an object store appear atomically.
+whether it is intact. In an object store, a staged file becomes visible only when it is complete.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NAMES = ("first_span", "row_start", "origins", "record", "trained", "ids", "span
 
 
 class StagedHead:
-    """The head of a staged file of single-conversation rows, mapped from a file or given as bytes.
+    """Everything in a staged file except tokens and spans; every row contains one conversation.
 
     For each row, `record` is the index of its record and `trained` the number of its trained tokens. `lines_before` is
     the number of lines before the unit in its input file; the unit counts its own lines from 1.
@@ -65,7 +65,7 @@ class StagedHead:
         for name, dtype, place in header["columns"]:
             self._places[name], self._dtypes[name] = place, _dtype(dtype)
         self.columns = {name: self._array(name) for name, *_ in header["columns"]}
-        """Additional arrays of the head, which only some jobs need."""
+        """Additional arrays, which only some jobs need."""
         if lines_before:
             self.origins = self.origins.copy()
             self.origins["line"] += lines_before
@@ -133,7 +133,7 @@ def _header_size(data: Any) -> int:
 
 
 def read_head(url: Url) -> bytes:
-    """Read the head of a staged object in as few requests as possible; raise `DataError` if it does not exist."""
+    """Download a staged file up to its tokens, in few requests; raise `DataError` if the file does not exist."""
     data = objects.read(url, 0, FIRST_READ)
     if not data.startswith(MAGIC) or len(data) < PREFIX:
         raise DataError(f"{url}: is not a file of staged rows; build without --resume")
@@ -153,9 +153,10 @@ def save(
     extra: Any,
     columns: Mapping[str, NDArray[Any]] = NO_COLUMNS,
 ) -> bytes:
-    """Write single-conversation rows, with ids in the dtype `tokens` and `columns` as additional arrays of the head.
+    """Write rows of one conversation each to a staged file; `tokens` is the dtype of the ids.
 
-    If the target is a URL, return the head, because reading it back would take another request.
+    `columns` contains additional arrays. If `place` is a URL, return the bytes before the tokens, so that the caller
+    does not have to download them.
     """
     head = (rows.first_span, rows.row_start, rows.origins, record, trained_of_rows(rows))
     arrays: list[NDArray[Any]] = [

@@ -56,7 +56,7 @@ def form_of(start: bytes) -> Form | None:
 
 
 def text_form(start: bytes) -> Form | None:
-    """Return a `Form` if the bytes are printable UTF-8 text, otherwise None."""
+    """Detect printable UTF-8 text from the first bytes of a file; return None for other content."""
     try:
         text = getincrementaldecoder("utf-8-sig")().decode(start)
     except UnicodeDecodeError:
@@ -133,7 +133,7 @@ class _Streams(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        # Allow a seek to the current position, which the reader makes if the file is empty.
+        # Allow a seek to the current position, which the reader requests if the file is empty.
         if whence != io.SEEK_SET or offset != self._at:
             raise io.UnsupportedOperation("seek")
         return offset

@@ -56,7 +56,7 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
     answers = [at for at, message in numbered if message.role == "assistant"]
     with_row = [at for at in answers if _is_trained(messages[at], by_role=at >= since)]
     stops = [at + 1 for at in with_row]
-    # -1 means that the loss includes only ranges of the answer.
+    # -1 means that the loss includes only the `train_ranges` of the answer.
     trained = [at if at >= since or messages[at].weight is not None else -1 for at in with_row]
     # A trailing message with its own weight, such as a user message, gets a row without an answer.
     if not stops or any(_is_trained(message, by_role=False) for message in messages[stops[-1] :]):
@@ -78,7 +78,7 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
 
 
 def _first_selected(messages: Sequence[Message], train_on: TrainOn) -> int:
-    """Return the index i such that `train_on` selects the answers at or after i."""
+    """Return the message index i such that `train_on` selects exactly the answers at or after i."""
     if train_on == "assistant":
         return 0
     last = "assistant" if train_on == "last" else "user"

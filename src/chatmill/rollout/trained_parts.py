@@ -13,7 +13,7 @@ from chatmill.errors import UsageError
 from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Ids, Index, Part, Role, Rows, Rule, Table
 
 RULES = np.full((2, 256), Rule.MISSED, dtype=np.uint8)
-"""The rule of each `Part`; the first index is `train_values`."""
+"""The rule of each `Part`, as `RULES[train_values, part]`."""
 RULES[:, Part.PREFIX], RULES[:, Part.SLOT], RULES[0, Part.VALUE] = Rule.ROLLOUT, Rule.MATCHED, Rule.VALUES_OFF
 IS_TRAINED = np.ones(256, dtype=np.float32)
 IS_TRAINED[[Rule.ROLLOUT, Rule.VALUES_OFF]] = 0

@@ -58,7 +58,7 @@ class Vocabulary:
         return list(map(self._pieces.__getitem__, ids))
 
     def decode(self, ids: Index) -> tuple[bytes, Index]:
-        """Return the bytes of the ids before the first unknown id, and the byte offset of each id, then the end."""
+        """Return the bytes of all ids before the first unknown id, and the byte offsets of these ids and of the end."""
         places = ids + 1
         size = self._size.take(places, mode="clip")
         if size.min(initial=0) < 0:
@@ -90,7 +90,7 @@ class Vocabulary:
         return piece is not None and self._tokenizer.token_id(piece.decode("utf-8", "replace")) == id
 
     def text(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of ids, which must all be known."""
+        """Return the bytes of a sequence of known ids."""
         return b"".join([piece or b"" for piece in self.pieces(ids)])
 
     def exact(self, texts: Sequence[str]) -> list[list[int]]:
@@ -106,7 +106,7 @@ class Vocabulary:
         return [self._exact[text] for text in texts]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Like `exact`, without the cache."""
+        """Like `exact`, but without the cache."""
         flat, first = self._tokenizer.encode_batch(texts)
         ids = flat.tolist()
         encoded = [ids[start:stop] for start, stop in pairwise(first.tolist())]

@@ -101,8 +101,8 @@ def lines(
 
 
 def _value_places(points: Sequence[float]) -> list[float]:
-    """Return the y coordinates of the labels at one x. The top label is above its point, and the other labels are below
-    their points if there is room.
+    """Return the y coordinates of labels that have the same x coordinate. The top label is above its point, and the
+    other labels are below their points if there is room.
     """
     places, free = [0.0] * len(points), float("inf")
     for rank, at in reversed(list(enumerate(sorted(range(len(points)), key=lambda at: points[at])))):
@@ -163,7 +163,7 @@ def flow(columns: Sequence[Sequence[Node]], links: Sequence[Link], *, title: str
 
     heights = [[height(node.amount, node.unit) for node in column] for column in columns]
     tops = [_tops(*column) for column in zip(columns, heights, labels, strict=True)]
-    # The y coordinates at which the next band of each node arrives and leaves.
+    # The y coordinates at which the next incoming and the next outgoing band of each node begin.
     arriving, leaving = ([list(column) for column in tops] for _ in range(2))
     parts: list[Markup] = []
     for link in links:

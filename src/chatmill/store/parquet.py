@@ -47,7 +47,7 @@ TOKENS = 1 << 20
 """Number of tokens per row group."""
 MOST_INT32 = 2**31
 SPLIT_NAMES = {"val": "validation"}
-"""Split names that differ in the `datasets` library."""
+"""The `datasets` library's names for splits that have another name in chatmill."""
 COLUMNS = f"""\
 - `input_ids`: the tokens of a row, which is one conversation or several packed ones.
 - `labels`: the ids of trained tokens, and {IGNORED} for all other tokens and for the first token of every

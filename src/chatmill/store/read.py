@@ -42,9 +42,9 @@ def open_dataset(path: str | Place, *, token_dtype: str | None = None) -> Datase
     >>> rows.lengths.tolist()
     [266, 85]
 
-    Datasets that other programs wrote can also be opened, but have no spans or origins. Set `token_dtype` to uint16 or
-    uint32 if the token type of such a dataset cannot be inferred. If the dataset is replaced during this call, the
-    result is the old or the new dataset, never a mixture.
+    Datasets that other programs wrote can also be opened, but have no spans or origins. If another program wrote the
+    dataset and its token type cannot be inferred, set `token_dtype` to uint16 or uint32. If the dataset is replaced
+    during this call, the result is the old or the new dataset, never a mixture.
 
     Files of a dataset at a URL are downloaded when they are read, and missing files are detected only then.
     """
@@ -55,7 +55,7 @@ def open_dataset(path: str | Place, *, token_dtype: str | None = None) -> Datase
 
 
 def remote_dataset(url: Url, token_dtype: str | None = None) -> Dataset:
-    """Open a dataset that chatmill wrote, at a URL; raise `DataError` like `open_dataset`."""
+    """Open a dataset that chatmill wrote to a URL; raise `DataError` like `open_dataset`."""
     metadata = remote_metadata(url)
     _check_width(url, metadata, token_dtype)
     return _dataset(remote_files(url, metadata), metadata)
@@ -65,8 +65,8 @@ def in_dataset_folder(path: Path, work: Callable[[OpenFolder], T]) -> T:
     """Call `in_folder` for a dataset; raise `DataError` if a killed process left the dataset under a temporary name."""
     if not path.is_dir() and set_aside(path).is_dir():
         raise DataError(
-            f"{path}: the process replacing it was killed; the old dataset is now {set_aside(path)}; "
-            f"rename that folder to {path}"
+            f"{path}: a process was killed while it replaced this dataset; to restore the old dataset, rename "
+            f"{set_aside(path)} to {path}"
         )
     return in_folder(path, "a dataset", work)
 
@@ -151,7 +151,7 @@ class Dataset:
     """The metadata of the dataset, or None if another program wrote it."""
     _splits: Mapping[str, Episodes]
     whole: Dataset | None = field(default=None, kw_only=True)
-    """The whole dataset, if this object is a part returned by `of_source`."""
+    """The whole dataset, if `of_source` returned this object."""
 
     @property
     def path(self) -> Place:

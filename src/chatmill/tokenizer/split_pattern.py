@@ -108,7 +108,7 @@ _SPLITS: dict[tuple[str | None, ...], WordSplit] = {
 
 
 def split_of(section: Any) -> WordSplit | None:
-    """Return the word split of a `pre_tokenizer`, or None if the C engine does not support it."""
+    """Return the split pattern of a `pre_tokenizer`, or None if the C engine does not support it."""
     match section:
         case {"type": "ByteLevel", "add_prefix_space": False} if section.get("use_regex", True):
             return _SPLITS[_GPT2,]

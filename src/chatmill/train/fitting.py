@@ -76,8 +76,8 @@ class Fit:
 
     @property
     def is_refused(self) -> bool:
-        """Whether 85 percent of the estimate does not fit, or the weights, gradients and optimizer state alone do not
-        fit.
+        """Whether the available memory is less than 85 percent of the estimate, or less than the weights, gradients and
+        optimizer state need.
         """
         if self.available is None:
             return False
@@ -98,7 +98,7 @@ class Fit:
         return {**self.estimate.to_json(), "available": available, "fits": self.fits, "changes": changes}
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return the memory parts as table rows: name, GiB, and GiB at the peak."""
+        """Return the estimate as table rows: name, GiB, and GiB at the peak."""
         parts = self.estimate.parts.items()
         table = [(NAMES.get(name, name), _gib(part.size), _gib(part.at_peak)) for name, part in parts]
         return [*table, ("total", "", _gib(self.estimate.total))]

@@ -113,12 +113,12 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(batch: Batch, count: int, device: torch.device) -> list[MicroBatch]:
-    """Split a rank's rows of a batch into `count` micro-batches on the rank's device."""
+    """Split one rank's part of a batch into `count` micro-batches on the rank's device."""
     return [MicroBatch(Inputs.of(part, device), part.episode_ids) for part in batch.split(count)]
 
 
 def count_batch(batch: Batch, parts: Sequence[MicroBatch]) -> StepCounts:
-    """Count tokens in a rank's rows of a batch, on the host."""
+    """Count tokens and untrained rows in one rank's part of a batch, on the host."""
     real = batch.episode_ids[:, 0] >= 0
     # Segments after the last episode of a row are padding.
     tokens = (batch.segments < (batch.episode_ids >= 0).sum(dim=1)[:, None]).sum()
@@ -184,7 +184,8 @@ class Stepper:
     ) -> Pending:
         """Take one optimizer step; `weight` is the total weight of the global batch.
 
-        `key` seeds stochastic rounding. It consists of the run's seed and the step, and must be the same on all ranks.
+        `key` seeds stochastic rounding. The key consists of the run's seed and the step, and must be the same on all
+        ranks.
         """
         losses, by_row = self.gradients(parts, weight=weight, rows=rows)
         gradients = [p.grad for p in self._parameters if p.grad is not None]

@@ -1,5 +1,5 @@
-"""Several readers share a small cache and compare every byte. If some readers are killed, the others must still read
-the right bytes.
+"""Several readers share a small cache, and compare every byte with the original data. If some readers are killed, the
+others must still read the right bytes.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Served:
         self._quiet, self._used = 0, 0.0
 
     def is_stuck(self) -> bool:
-        """Whether the viewer was idle in several consecutive checks, and so will close no more connections."""
+        """Whether the viewer was idle in several consecutive checks and therefore will not close more connections."""
         before, self._used = self._used, cpu_time(self.pid)
         self._quiet = self._quiet + 1 if self._used < before + 0.05 else 0
         return self._quiet > QUIET_ROUNDS
@@ -181,7 +181,7 @@ async def wave(served: Served, requests: list[Hostile], rng: random.Random, tall
 
 
 async def kept_open(served: Served, begun: list[socket.socket], tally: Tally) -> int:
-    """Return how many of these connections are still open after their time limit; wait longer if the viewer is busy."""
+    """Return the number of connections that stay open after the time limit; wait longer if the viewer is busy."""
     # When the viewer answers this request, it has accepted all connections; when it answers the next one, it has also
     # checked its timers. A connection whose response is still being computed may stay open longer.
     await try_good(served, "/", tally)

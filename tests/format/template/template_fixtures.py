@@ -82,7 +82,7 @@ def own_format(tmp_path: Path, source: str, *arguments: str, control: list[str] 
 
 
 def messages_of(format: TemplateRenderer, record: Record) -> tuple[list[dict], list[dict] | None]:
-    """Convert a record to the form that users of transformers pass, without chatmill's code."""
+    """Convert a record to messages and tools as users pass them to transformers, without chatmill's own code."""
     style = format.templates[bool(record.tools)].style
     messages = []
     for message in record.messages:

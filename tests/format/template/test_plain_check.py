@@ -51,7 +51,7 @@ def test_an_answer_that_is_off_by_one_token_at_either_end_is_found_in_every_shap
                 if 0 <= place < len(mask):
                     moved = mask.copy()
                     moved[place] = not moved[place]
-                    # A token that is added to the trained text belongs to the message next to it.
+                    # A token that is added to the mask gets the message index of the adjacent trained token.
                     rows = with_mask(probe.rows, moved)
                     rows.spans["message"][place] = probe.rows.per_token(probe.rows.spans["message"])[
                         min(max(place, start), stop - 1)

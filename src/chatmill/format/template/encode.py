@@ -125,7 +125,7 @@ class _Sections(NamedTuple):
     size: Index
     """Size of the text of each section, in bytes."""
     literal_bytes: Index
-    """Size of the literals of each simple section, in bytes."""
+    """Size of the template's own text in each simple section, in bytes; see `SimpleSections`."""
     stripped: dict[int, int]
     """Maps each section to the number of characters that the preceding control token strips from it."""
 
@@ -210,10 +210,10 @@ class _RowEncoder:
         return _Sections(ids, first, last, size, literal_bytes, stripped)
 
     def _with_text_tokens(self, laid_out: Sequence[LaidOut]) -> tuple[Sequence[LaidOut], NDArray[np.bool_]]:
-        """For rows whose texts contain text tokens, use layouts in which each text token has its own cell.
+        """Give each text token (an added token in the text of a message) its own cell in the layout of its row.
 
         Also return which rows must be encoded as a whole, because a text token spans a boundary or the tokenizer
-        normalizes text first. Conversations in columns contain no text tokens.
+        normalizes text first. Conversations that are stored in columns contain no text tokens.
         """
         whole = np.zeros(len(laid_out), dtype=bool)
         filled = [at for at, one in enumerate(laid_out) if one.slots is not None] if self.text_tokens.ids else []
@@ -295,7 +295,9 @@ class _RowEncoder:
         return whole_weights(one.char_weights, *self._parts(one.layout, one.slots), ids, self.encoder)
 
     def _parts(self, layout: TokenLayout, slots: Sequence[str]) -> tuple[list[str], list[bool]]:
-        """Return the text of each cell, and whether each cell is a control token that never comes from text."""
+        """Return the text of each cell, and whether each cell is a control token that cannot come from the text of a
+        message.
+        """
         texts = [fill_slots(text, slots) for text in layout.texts]
         return texts, [token is not None and token not in self.text_tokens.ids for token in layout.tokens]
 

@@ -26,7 +26,7 @@ _UNREAD = (".csv", ".tsv", ".xml", ".pkl", ".pickle")
 
 @dataclass(frozen=True)
 class DataSplit:
-    """A split of a dataset, and how many of its first rows to read."""
+    """A split of a dataset, and the number of rows to read from its start (None for all rows)."""
 
     name: str
     first: int | None

@@ -17,8 +17,8 @@ from chatmill.errors import DataError, one_line
 from chatmill.format.template.process import messages
 
 WAITING = 20.0
-"""Maximum wall-clock time of a process, as a multiple of its CPU time limit. The multiple is large, because a process
-may wait for the CPU on a busy machine.
+"""Maximum wall-clock time of a process, as a multiple of its CPU time limit. The wall-clock limit is high, because a
+process may wait for the CPU on a busy machine.
 """
 GRACE = 1.0
 """Extra seconds before a process is killed, so that it can stop by itself and report the line of the template."""
@@ -69,8 +69,8 @@ class ForkServer:
             raise DataError(f"{what}; check that {one_line(str(sys.executable), 200)} can be run") from None
 
     def connect(self) -> tuple[socket.socket, socket.socket]:
-        """Start a process and return two sockets: the channel for requests, and the leash. Closing the leash kills the
-        process.
+        """Start a process and return two sockets: one for requests, and one that kills the process when it is closed
+        (the leash).
         """
         channel, its_channel = socket.socketpair()
         leash, its_leash = socket.socketpair()
