@@ -34,9 +34,9 @@ TRUTH = [{"desc": "cat", "bbox_2d": [1, 2, 300, 400]}, {"desc": "bird", "bbox_2d
 
 
 def write_folder(folder: Path, name: str, *, special_coordinates: bool = True) -> Path:
-    """Write a folder without a model.
+    """Write a tokenizer folder with a chat template, but without a model.
 
-    Servers omit special tokens from their texts; `special_coordinates=False` makes coordinates ordinary tokens.
+    With `special_coordinates=False`, coordinates are not special tokens, which servers omit from their texts.
     """
     template, end = TEMPLATES[name]
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The bytes that fixed commands write, compared with recorded hashes.
+"""Compare the bytes that fixed commands write with recorded hashes.
 
 A refactor must not change any of these hashes. If bytes change on purpose, update the hashes with `python
 tests/test_recorded_hashes.py --record` and describe the change in CHANGELOG.md.

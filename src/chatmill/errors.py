@@ -15,8 +15,9 @@ _NOT_ASCII_PRINTABLE = re.compile(r"[^ -~]+")
 
 
 class ChatmillError(Exception):
-    """An error that the user can fix. Its one-line message states where the problem is, what is wrong, and what is
-    expected.
+    """An error that the user can fix.
+
+    The error message is one line; it states where the problem is, what is wrong, and what is expected.
 
     >>> try:
     ...     open_dataset("nowhere")
@@ -103,8 +104,8 @@ def _escaped(run: str, keep: str) -> str:
 def name_file(error: OSError) -> OSError:
     """Add the file name to an `OSError` that has none.
 
-    Python omits the name when an open file is read, mapped or closed. A missing name is taken from a `Path` in the
-    local variables of the traceback, innermost frame first.
+    Errors of reading, mapping or closing an open file do not contain the file name. A missing name is taken from a
+    `Path` in the local variables of the traceback, innermost frame first.
     """
     if error.filename is None and error.errno is not None:
         frames = [frame.f_locals.values() for frame, _ in walk_tb(error.__traceback__)]

@@ -65,7 +65,9 @@ def save_tiny_model(folder: Path) -> Path:
 
 
 def leaves(value: object, path: str = "") -> list[str]:
-    """Return the paths of all values in a config, such as `datasets[0].type`. A list of plain values is one value."""
+    """Return the paths of all values in a config, such as `datasets[0].type`. A list of plain values is
+    treated as a single value.
+    """
     if isinstance(value, dict) and value:
         return [leaf for name, each in value.items() for leaf in leaves(each, f"{path}.{name}" if path else str(name))]
     if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
@@ -75,8 +77,9 @@ def leaves(value: object, path: str = "") -> list[str]:
 
 
 def unreported(config: object, keys: list[str]) -> list[str]:
-    """Return the paths of values that are not covered by exactly one key. A key covers its own value and all nested
-    values.
+    """Return the paths of values that are not reported under exactly one key.
+
+    A reported key includes all values nested under the key.
     """
 
     def names(key: str, leaf: str) -> bool:

@@ -29,7 +29,9 @@ def similarity(view, one: int, other: int) -> float:
 
 @pytest.fixture(scope="module")
 def similar(tmp_path_factory):
-    """Episodes 0 to 9 are variants of one text: episode i has 4 * i words replaced. All later episodes are random."""
+    """Episodes 0 to 9 are variants of one text: episode i has 4 * i words replaced. Episodes 10 to 49 are
+    random texts.
+    """
     numbers = random.Random(1)
     words = [f"word{numbers.randrange(10**6)}" for _ in range(120)]
     lines = []

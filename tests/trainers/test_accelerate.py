@@ -200,7 +200,7 @@ def test_a_second_loop_over_a_run_that_ended_is_refused(weighted):
         list(loader)
 
 
-# The audit log.
+# Tests of the audit log.
 
 
 def test_the_audit_log_of_a_resumed_run_is_verified(weighted, model_folder, tmp_path):

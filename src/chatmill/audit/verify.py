@@ -106,7 +106,10 @@ def _first_fault(place: Path, lines: Sequence[LogLine | TornLine], checker: _Che
 
 
 def _check_heads(place: Path, lines: Sequence[LogLine | TornLine], heads: Mapping[str, str]) -> tuple[str | None, int]:
-    """Check that each head is the hash of a line; return a fault or None, and how many lines follow the last head."""
+    """Check that the log contains the line hash that each checkpoint stores.
+
+    Return a fault or None, and the number of lines after the newest of these lines.
+    """
     numbers = {line.sha256: number for number, line in enumerate(lines, start=1) if isinstance(line, LogLine)}
     last = max((numbers.get(head, 0) for head in heads.values()), default=0)
     for name, head in heads.items():
@@ -147,7 +150,7 @@ class _Checker:
         self._run: LoggedRun | None = None
         self._state = _LoggedState()
         self._due: list[tuple[str, dict[str, Any]]] = [("dataset_load", {})]
-        """Actions and fields of the lines that must come next."""
+        """Actions and fields that the next lines of the log must have."""
         self._checkpoints: dict[str, tuple[int, _LoggedState]] = {}
         self._last = START
         self.lines = 0
@@ -249,7 +252,7 @@ class _Checker:
 
 
 class LoggedRun(NamedTuple):
-    """A run, as its dataset_load line describes it."""
+    """A run, as described by the dataset_load line of its log."""
 
     plan: LoadPlan
     every: int
@@ -330,7 +333,7 @@ def whole_number(line: LogLine, name: str, least: int) -> int:
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """A step of a run, its batch, and the number of the log line that records it."""
+    """A step of a run, its batch, and the number of the log line that records the step."""
 
     plan: LoadPlan
     step: PlannedStep

@@ -48,7 +48,7 @@ def transcripts(
     """Write conversations as text transcripts (<|USER|>…<|END|><|ASSISTANT|>…<|END|>) that fit in a context length.
 
     Writes one conversation per line, each ending with <|EOS|>. The first exchange must fit in the context together with
-    the system turn; each later exchange only has to fit on its own. The conversation ends before the first exchange
+    the system turn; each later exchange only has to fit on its own. A conversation is cut before the first exchange
     that does not fit. A conversation with line breaks or other control characters is written as a JSON string, so
     reading the file with `--shape transcript` gives the same text. Transcripts cannot store weights or train_ranges;
     the output reports how many conversations lose them. Records with weight 0 are dropped.

@@ -249,7 +249,7 @@ def _marker_faults(format: ChatFormat) -> list[str]:
 BEGIN, OPEN, BODY, CLOSE, AFTER, END = range(6)
 """The pieces of a message, which are the columns of the tables in `CompiledFormat`.
 
-Between messages with the same role, only BODY differs.
+Messages with the same role differ only in BODY.
 """
 PARTS = (Part.OPEN, Part.OPEN, Part.CONTENT, Part.CLOSE, Part.CLOSE, Part.EOS)
 ROLE_CODES: dict[str, int] = {role: code for code, role in enumerate((*ROLES, NO_ROLE))}

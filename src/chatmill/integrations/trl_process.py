@@ -33,11 +33,11 @@ class TRLSetup(msgspec.Struct, frozen=True):
     patched: bool = False
     """Whether TRL renders with its own training template, which has generation tags."""
     no_mask: str = ""
-    """Why TRL cannot train only on answers with this template; empty if it can."""
+    """The reason why TRL cannot train only on answers with this template; empty if it can."""
     end_trained: bool = True
     """Whether TRL trains on the end token of an answer."""
     fault: str = ""
-    """Why TRL and chatmill cannot be compared; empty if they can."""
+    """The reason why TRL and chatmill cannot be compared; empty if they can."""
 
 
 class PreparedRow(msgspec.Struct, frozen=True):
@@ -151,7 +151,10 @@ class _Preparation:
         return template, templates.is_chat_template_stop_token_trained(self._tokenizer, chat_template=template)
 
     def prepare(self, examples: list[dict[str, Any]]) -> PreparedRecord:
-        """Prepare a record. The first example is for TRL's template, and the last one for the model's template."""
+        """Prepare a record, given as an example for TRL's training template and an example for the model's template.
+
+        If both examples are the same, `examples` has one element.
+        """
         default = self._row(examples[-1], False, None)
         if not self._masked:
             return PreparedRecord(default)

@@ -57,7 +57,7 @@ class _Sparse:
         self._first = np.searchsorted(rows, np.arange(len(chosen) + 1)).tolist()
 
     def of_row(self, row: int) -> Index:
-        """Return the columns and values of a row's entries as one flat array."""
+        """Return the columns and values of a row's exceptions as one flat array."""
         pairs: Index = self._pairs[self._first[row] : self._first[row + 1]]
         return pairs.ravel()
 

@@ -29,9 +29,9 @@ from chatmill.load.source import DataSource
 from chatmill.rows import Index, offsets
 
 WINDOW = 1 << 16
-"""Number of positions of an epoch that are arranged into rows together."""
+"""Number of episodes in a window, which is packed into rows as one unit."""
 BLOCK = 1 << 12
-"""Number of positions that are looked up in the order together."""
+"""Number of episodes to read from the order at a time."""
 NO_EPISODES: Index = np.empty(0, dtype=np.int64)
 
 
@@ -116,7 +116,7 @@ class LoadPlan:
                     "lower episode_min_tokens, or use another dataset"
                 )
         self.order = IdentityOrder(sum(eligible)) if in_stored_order else _order(sources, config, split, eligible)
-        # Cache several entries, because a prefetching thread and the caller may be in different parts of the order.
+        # Cache several entries, because a prefetching thread and the caller may read different parts of the order.
         self._block = lru_cache(maxsize=4)(self._look_up)
         self._packed = lru_cache(maxsize=4)(self._pack)
         self._packed_rows = lru_cache(maxsize=WINDOW)(lambda epoch, window: self._packed(epoch, window).num_rows)
@@ -141,7 +141,7 @@ class LoadPlan:
             raise UsageError("pad_token_id is null; pass the config that open_sources returns")
         return self.config.pad_token_id
 
-    # Functions for the order of episodes.
+    # Functions that return episodes in the order of an epoch.
 
     def episodes(self, ordinals: Index) -> Index:
         """Convert indices that count only eligible episodes to indices of all episodes."""
@@ -189,7 +189,7 @@ class LoadPlan:
         first = numbers.start * BLOCK
         return episodes[start - first : stop - first]
 
-    # Functions for the rows of windows.
+    # Functions that arrange the episodes of a window in rows.
 
     def num_windows(self) -> int | None:
         """Return the number of windows in an epoch, or None if the order is infinite."""

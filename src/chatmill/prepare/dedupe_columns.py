@@ -5,7 +5,7 @@
     signature  u8[R, 128]       the low bytes of the MinHash values: the share of equal bytes estimates the similarity
 
 The similarity of two conversations is the Jaccard index of their sets of 5-token sequences; system messages are
-ignored. The values of a record depend only on that record and the job.
+ignored. The column values of a record depend only on the record and the job.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from chatmill.records.record import NO_ROLE, ROLES, Message, is_layout, without_
 from chatmill.rows import NO_MESSAGE, Index, Part, Role, Rows, copy_ranges, copy_tokens, offsets, ragged_index
 
 SHINGLE = 5
-"""Tokens per sequence. A conversation with fewer than `SHINGLE` tokens is a single sequence."""
+"""Tokens per sequence. A conversation with fewer than `SHINGLE` tokens has a single, shorter sequence."""
 VALUES = 128
 """MinHash values per conversation. At a similarity of 0.8, the standard error of the estimate is 0.035."""
 RECALL = 0.99
@@ -39,7 +39,7 @@ NOT_COMPARED = 0
 
 _SEED = 24
 _ROWS = 2048
-"""Conversations per MinHash call, to limit the memory for the Python integers that it returns."""
+"""Conversations per MinHash call, to limit the memory for the Python integers that a call returns."""
 _ENCODER = msgspec.msgpack.Encoder()
 _FIRST_ROLE = 0xF8
 """Prefix byte of texts with the first role; each further role uses the next byte. The prefix bytes do not occur in

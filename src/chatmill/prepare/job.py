@@ -312,7 +312,7 @@ class Job:
         return existing(self.tokenizer, self.format, self.chat_template, self.exclude)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all keys and values. The user, password and query of URLs are removed, because they are secret."""
+        """Return the job as JSON. The user, password and query of URLs are removed, because they may be secret."""
         stored = asdict(self)
         for source in stored["sources"]:
             source["inputs"] = tuple(map(_safe, source["inputs"]))

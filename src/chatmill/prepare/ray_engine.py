@@ -36,7 +36,7 @@ TASKS_PER_CPU = 4
 """Maximum number of submitted tasks per CPU. After an error, the build waits for the submitted tasks."""
 
 REMOVED_TOGETHER = 500
-"""Objects removed per task."""
+"""Number of objects in the store that one task removes."""
 LOOK_SECONDS = 1.0
 """Seconds between checks that the cluster is reachable."""
 MISSED = 4

@@ -1,5 +1,6 @@
-"""Select the rows of each split from the heads of staged files: deduplication, `max_samples` and the validation
-split.
+"""Select the rows of each split: deduplication, `max_samples` and the validation split.
+
+Only the head of each staged file is read (all arrays except tokens and spans; see `staging`).
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class StagedFile:
     only_val: bool
     lines_before: int
     head_copy: Path | None = None
-    """Local copy of the head, if the file is an object."""
+    """Local copy of the file's head (see `staging`), if the file is in an object store."""
     head_size: int = 0
-    """Size of the head in bytes, if the file is an object."""
+    """Size of the file's head in bytes, if the file is in an object store."""
     source: int = 0
     """Index of the source in the job."""
     unit: int = 0
@@ -46,7 +47,7 @@ class StagedFile:
     """Input file of the unit that wrote the file."""
 
     def open(self) -> Staged:
-        """Open the whole file; an object is first copied to a temporary file."""
+        """Open the whole file; a file in an object store is first copied to a temporary file."""
         if isinstance(self.path, Path):
             return Staged(self.path, lines_before=self.lines_before)
         with tempfile.NamedTemporaryFile(prefix="chatmill-") as copy:

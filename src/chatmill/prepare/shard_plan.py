@@ -1,7 +1,7 @@
-"""Plan the shards of a dataset from the heads of staged files, without reading tokens and spans.
+"""Plan the shards of a dataset, without reading the tokens and spans of staged files.
 
-Together, `select` and `shard_plan` decide everything that depends on more than one row, such as packing and the ends of
-shards. Given its plan, each shard can be written from its own rows alone.
+Together, `select` and `shard_plan` decide everything that depends on more than one row, such as packing and the
+boundaries of shards. Given its plan, a shard can be written without reading the rows of other shards.
 """
 
 from __future__ import annotations

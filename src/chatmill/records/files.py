@@ -154,7 +154,7 @@ def _matches(name: str | Place) -> list[Place]:
         return [path]
     if not glob.has_magic(str(path)):
         raise DataError(f"{shown(path)}: no such file; expected a file, a folder or a glob")
-    # Unlike Path.glob, glob.glob does not match hidden files with a star.
+    # Use glob.glob instead of Path.glob, because * in Path.glob also matches hidden files.
     names = glob.glob(str(path), recursive=True)  # noqa: PTH207
     matches = sorted(match for name in names if (match := Path(name)).is_file())
     if not matches:

@@ -374,7 +374,7 @@ def _size(path: Place) -> int:
 
 
 def _readable(pieces: Iterator[T]) -> Iterator[T]:
-    """Yield pieces until the data is corrupt; the error is reported later, when the records are read."""
+    """Yield pieces up to the first corrupt data; the error is reported later, when the records are read."""
     try:
         yield from pieces
     except RecordError:
@@ -382,7 +382,10 @@ def _readable(pieces: Iterator[T]) -> Iterator[T]:
 
 
 def _readable_units(numbered: files.Units, limit: int, *, stops: bool) -> Iterator[tuple[int, bytes]]:
-    """Like `_readable`, for units. With `stops`, also stop at a unit of more than `limit` bytes."""
+    """Yield numbered units up to the first corrupt data.
+
+    With `stops`, also stop before the first unit of more than `limit` bytes.
+    """
     return takewhile(lambda unit: not stops or len(unit[1]) <= limit, _readable(numbered))
 
 

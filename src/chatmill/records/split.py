@@ -62,7 +62,10 @@ def smallest_shuffle_share(has_rows: NDArray[np.bool_], *, seed: int) -> float |
 
 
 def _rounded_up(number: float, fits: Callable[[float], bool]) -> float | None:
-    """Round a number up to as few significant digits as `fits` accepts, but at least three; None if that fails."""
+    """Round a number up to at least three significant digits; add digits until `fits` accepts the result.
+
+    Return None if `fits` accepts no result.
+    """
     first = 2 - math.floor(math.log10(number)) if number > 0 else 3
     for digits in range(first, first + 15):
         scale: int = 10**digits

@@ -1,10 +1,9 @@
 """Complete a prefix of an answer: append an entry for each missed object, and the closing brace.
 
-    , "object_3": {"desc": "bird", "bbox_2d": [" | <|coord_1|> | ", " | … | "]}}
-    a run of text                                coordinate      a run
+For example, `, "object_3": {"desc": "bird", "bbox_2d": ["<|coord_1|>", …]}}` completes an answer with two objects.
 
-A run is the text between two coordinates. A stretch is a run and the coordinates after it. Encoded stretches are cached
-without their coordinate values, because many answers contain the same stretches.
+A `Stretch` is a text and the coordinates after it. The token ids of a stretch are cached without the coordinate values,
+because the same text often occurs with other coordinates.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Run = tuple[TextPart, ...]
 
 
 class Stretch(NamedTuple):
-    """A run of text, the separators between the coordinates after it, and the number of coordinates."""
+    """A text, the number of coordinates after the text, and the separators between these coordinates."""
 
     run: Run
     separators: tuple[str, ...] = ()
@@ -108,7 +107,9 @@ def _stretches(
             f"cannot append to a prefix that ends in {shown}; expected a prefix that ends in {{, a comma or }}"
         )
     if last == "," and not objects:
-        raise DataError("no object follows the comma of the prefix; end the prefix before the comma")
+        raise DataError(
+            "the prefix ends in a comma, but there are no objects to append; end the prefix before the comma"
+        )
     stretches: list[Stretch] = []
     coordinates: list[int] = []
     before = ", " if last == "}" else ""

@@ -58,7 +58,7 @@ class Target:
     truncated: bool
     """Whether the rollout ended before the answer was complete."""
     fallback: str | None
-    """Why no part of the rollout was kept: empty, no_brace, array_root, text_before or no_cut; else None."""
+    """The reason why nothing of the rollout was kept: empty, no_brace, array_root, text_before or no_cut; else None."""
     target_is_json: bool
     kept: int
     """Number of rollout tokens that were kept unchanged."""
@@ -93,9 +93,9 @@ def build_target(
     """Build the target for one rollout; `objects` are the true objects.
 
     `eos_id` defaults to the end-of-turn token of the tokenizer's chat format, and `stop_ids` to `eos_id`.
-    `train_values` includes the values of appended entries in the loss. `train_cut` includes the tokens that replace a
-    split token or an unusable rollout. `border` sets how the end of the prefix is tokenized. `weights` sets the loss
-    weight of each kind of token.
+    `train_values` includes the values of appended entries in the loss. With `train_cut`, the tokens that replace a
+    split token or an unusable rollout are also trained. `border` sets how the end of the prefix is tokenized. `weights`
+    sets the loss weight of each kind of token.
 
     >>> from chatmill import build_target, open_tokenizer
     >>> from chatmill.rollout import COORDINATES
@@ -183,10 +183,11 @@ def end_of_turn(tokenizer: Tokenizer) -> int:
 Border = Literal["shorter", "canonical", "joined", "masked"]
 """How to tokenize the end of the kept prefix, where a tokenizer may merge kept and appended text.
 
-    shorter    encode the appended text separately; if the prefix ends inside a token, a shorter token replaces it
-    masked     like `shorter`, but exclude the first appended token from the loss
-    joined     encode the appended text together with the last token of the prefix
-    canonical  encode the whole text, and use these tokens after the last boundary that they share with the prefix
+- `shorter`: Encode the appended text separately. If the prefix ends inside a token, shorter tokens replace this token.
+- `masked`: Like `shorter`, but exclude the first appended token from the loss.
+- `joined`: Encode the appended text together with the last token of the prefix.
+- `canonical`: Encode the whole text again, and keep rollout tokens up to the last token boundary in the prefix that is
+  the same in both encodings.
 """
 
 
@@ -364,7 +365,7 @@ def _aligned(thing: Object, true: Object) -> list[int] | None:
 def _closing(
     scan: Scan, cut: _KeptPrefix, matching: Matching, entries: Sequence[ParsedEntry], vocabulary: Vocabulary
 ) -> tuple[int, int] | None:
-    """Return the index of the token after the last matched object, and the id that would close the answer there.
+    """Return the index of the token after the last matched object, and the id of a token that closes the answer.
 
     Return None if an object was missed, or if nothing follows the last matched object.
     """

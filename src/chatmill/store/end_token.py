@@ -52,7 +52,10 @@ VOCABULARIES = {
     "vocabulary",
     "wordtoid",
 }
-"""Normalized keys of vocabularies; in a vocabulary, "eos" may be an ordinary token."""
+"""Keys of vocabularies, in lower case without punctuation.
+
+The entries of a vocabulary are not settings: in a vocabulary, "eos" may be an ordinary token.
+"""
 ENCODINGS = {
     "gpt2": {"<|endoftext|>": 50256},
     "r50k_base": {"<|endoftext|>": 50256},
@@ -213,7 +216,7 @@ def _look_up(text: str, node: Any, key: str = "vocab", depth: int = 0) -> int | 
 
 
 def _texts(node: Any, depth: int = 0) -> Iterator[tuple[str, int]]:
-    """Yield the bracketed texts in a vocabulary, with their ids."""
+    """Yield the token texts in a JSON value, with their ids."""
     if depth > DEEPEST:
         return
     if isinstance(node, list):

@@ -52,7 +52,7 @@ class _Region:
     path: Place
     absolute: Path
     fault: str = ""
-    """Why the mapped bytes must no longer be used, or an empty string."""
+    """The reason why the mapped bytes must no longer be used; empty if they can be used."""
 
     def note_fault(self) -> None:
         """Record why a page cannot be read."""

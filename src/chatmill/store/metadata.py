@@ -29,7 +29,7 @@ NOT_WRITTEN = FileInfo(0, "")
 NOT_COUNTS = ("files", "source")
 """Fields of a shard's metadata that are not counts."""
 TOTALS = ("num_episodes", "num_tokens", "num_trained_tokens")
-"""Sums over the shards of a split that are stored in the metadata."""
+"""Counts for which the metadata of a split stores the sum over all shards."""
 
 
 def total(name: str) -> Any:
@@ -130,7 +130,7 @@ def parse_metadata(raw: bytes, *, place: str) -> Metadata:
     data = parse_hashed(raw, place=place, schema=SCHEMA, version=SCHEMA_VERSION)
     data.pop("sha256", None)
     if hashed_text(data) != raw:
-        raise DataError(f"{place}: does not match its own sha256; the file was changed or damaged; rebuild the dataset")
+        raise DataError(f"{place}: does not match its own sha256, so it was changed or damaged; rebuild the dataset")
     return _from_json(JsonObject(data, place), place)
 
 
@@ -213,12 +213,14 @@ def _shard(data: JsonObject, number: int, dtype: np.dtype[Any]) -> ShardInfo:
     dtypes = layout.record_dtypes(dtype)
     for name, count in layout.COUNTS.items():
         if files[name].size != (size := counts[count] * dtypes[name].itemsize):
-            raise listed.table(name).fault("size", files[name].size, f"{size}, to match its counts")
+            raise listed.table(name).fault("size", files[name].size, f"{size}, according to the counts of the shard")
     if TARGETS in files and files[TARGETS].size % dtypes[TARGETS].itemsize:
         raise listed.table(TARGETS).fault("size", files[TARGETS].size, "whole records")
     source = data.value.get("source")
     data.check(
-        "source", source is None or (isinstance(source, str) and bool(source)), "the name of a source, or no such key"
+        "source",
+        source is None or (isinstance(source, str) and bool(source)),
+        "a non-empty source name",
     )
     return ShardInfo(**counts, files=files, source=source)
 

@@ -31,7 +31,7 @@ OBJECTS = "objects"
 STAGING = "staging"
 """The folder for objects that distributed builds stage: staging/BUILD/…"""
 ATTEMPTS = 10
-"""Maximum number of attempts to read an object that is replaced, or a cached file that is evicted."""
+"""Maximum number of attempts to read an object or cached file that is replaced or evicted during the read."""
 
 
 class Fetch(Protocol):

@@ -1,8 +1,8 @@
 """Publish a finished build to an object store, where objects cannot be renamed.
 
 Every file is uploaded under its hash. The metadata is uploaded last, and only if the URL has no metadata or the same
-metadata as when the build started. Before this upload, readers see the old dataset, or no dataset. Publishing removes
-no objects, so that readers of the old dataset can continue; see `clean`.
+metadata as when the build started. Until the metadata is uploaded, readers see the old dataset, or no dataset.
+Publishing removes no objects, so that readers of the old dataset can continue; see `clean`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ An older object is uploaded again, because `chatmill clean` may be about to remo
 """
 
 OWN_NAMES = (OBJECTS, STAGING, METADATA, TOKENIZER_STATE, REMOVED, *SPLITS)
-"""The names at the top level of a dataset, in the plain layout and in the layout by hash."""
+"""All names that chatmill may write at the top level of a dataset."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def removed_records(dataset: Dataset) -> Iterator[RemovedRecord]:
             yield _parsed(json.loads(line))
         except (ValueError, TypeError, KeyError, RecursionError):
             raise DataError(
-                f"{path}:{number}: is not a removed record; the file was changed; run chatmill verify --full"
+                f"{path}:{number}: is not a removed record, so the file was changed; run chatmill verify --full"
             ) from None
 
 

@@ -1,8 +1,7 @@
 """Encode with a Hugging Face `tokenizer.json`, using the fastest engine that returns the same ids as `tokenizers`.
 
-compiled      byte-level BPE with the usual patterns: `byte_bpe`
-fastokens     most other files
-tokenizers    all files: `reference`
+The C engine (`byte_bpe`) supports byte-level BPE with the usual patterns, fastokens supports most other files, and
+`tokenizers` (`reference`) supports all files.
 """
 
 from __future__ import annotations
@@ -25,7 +24,9 @@ from chatmill.tokenizer.isolate_control import Json, kinds
 from chatmill.tokenizer.reference import Reference, without_control
 
 LEFT_BY_FASTOKENS = "\u017f\u1e9b\u180e\u212a"
-"""Characters at which fastokens may split words differently. `tokenizers` encodes texts that contain one of them.
+"""Characters at which fastokens may split words differently from `tokenizers`.
+
+Texts with one of these characters are encoded by `tokenizers`.
 
 The long s (U+017F, also in U+1E9B) matches s if a pattern ignores case, and the Kelvin sign (U+212A) matches k. U+180E
 is a space in older versions of Unicode. All characters in this string are very rare.
@@ -34,7 +35,7 @@ is a space in older versions of Unicode. All characters in this string are very 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A `tokenizer.json` compiled for the C engine. The engine agreed with `tokenizers` on the probe texts."""
+    """A `tokenizer.json` compiled for the C engine, which returned the same ids as `tokenizers` for all probe texts."""
 
     control: dict[str, int]
     vocab_size: int
@@ -110,7 +111,7 @@ class TokenizerJson:
         return Reference(self._place, *without_control(self._place, content, self._control_given))
 
     def _native(self, stripped: Json) -> Encode | None:
-        """Return the C engine if it supports the file and agrees with `tokenizers` on the probe, otherwise None."""
+        """Return the C engine, or None if it does not support the file or differs from `tokenizers` on probe texts."""
         try:
             with faults_of(self._place, "the file has an unexpected part", "another engine will read the file"):
                 engine = byte_bpe(stripped, self._reference.normalize, self._fallback)
@@ -133,8 +134,8 @@ class TokenizerJson:
 
     @cached_property
     def _not_native(self) -> Encode:
-        """Return `fastokens` if it agrees with `tokenizers` on the probe, otherwise `tokenizers`, with a warning."""
-        place, instead = self._place, "using tokenizers instead, which is slower but gives the same ids"
+        """Return `fastokens` if its ids for all probe texts are right; otherwise warn and return `tokenizers`."""
+        place, instead = self._place, "using tokenizers instead, which is slower"
         try:
             with faults_of(place, "fastokens cannot load the file", instead):
                 fast = self._fast(msgspec.json.decode(self._reference.content))
@@ -144,7 +145,7 @@ class TokenizerJson:
         else:
             if agrees:
                 return fast
-            message = f"{place}: fastokens returns different ids on a probe; {instead}"
+            message = f"{place}: fastokens does not return the same ids as tokenizers for a probe text; {instead}"
         warnings.warn(message, stacklevel=2)
         return self._slow_batch
 

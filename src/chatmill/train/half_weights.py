@@ -86,7 +86,7 @@ def use_half_weights(model: nn.Module, compute: torch.dtype, place: str) -> None
     for tensor in others.values():
         tensor.data = tensor.data.float()
     for module in layers:
-        # Skip weights that were converted to float32 above because they are tied to another kind of layer.
+        # Skip a weight that is tied to another kind of layer, because it was converted to float32 above.
         if is_half(module.weight):
             module.__class__ = classes[type(module)]
 

@@ -1,7 +1,7 @@
 """Bugs planted in chatmill on purpose, each with the trial that must detect it.
 
-Each bug is planted by patching the library in a separate process. With the bug, the trial must report a result as lost
-or silently wrong. Each module of this package has the bugs of one area.
+Each bug is planted by patching the library in a separate process. With a planted bug, its trial must report that
+a result is lost or silently wrong. Each module of this package has the bugs of one area.
 """
 
 from __future__ import annotations

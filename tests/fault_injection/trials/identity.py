@@ -118,7 +118,7 @@ def kind_by_kind(files: list[Path], rng: random.Random) -> list[Path]:
 
 
 def shard_by_shard(files: list[Path], rng: random.Random) -> list[Path]:
-    """Return the tokenizer state and, from some of the shards, the files that other programs also write."""
+    """Return the tokenizer state, and the token, mask and index files of some shards."""
     shards = sorted(path.parent for path in files if path.name == "tokens.bin")[: rng.randrange(1, 5)]
     state = [path for path in files if path.name == "tokenizer_state.json"]
     return state + [shard / name for shard in shards for name in PLAIN]

@@ -1,4 +1,4 @@
-"""Renderings of chat templates by transformers, with the positions of all texts of a conversation.
+"""Render chat templates with transformers, and find the position of each conversation text in the output.
 
 Unique words are added at both ends of every text, and their positions in the output show the position of the text.
 """
@@ -23,7 +23,7 @@ logging.set_verbosity_error()
 
 
 class FixedTime(datetime):
-    """Some templates print the date and the time."""
+    """A clock that always shows the same time, because some templates print the date and the time."""
 
     @classmethod
     def now(cls, tz=None):
@@ -97,7 +97,7 @@ class Reference:
                     text = self.text(CONVERSATIONS["tool"], style=style)
                 except Exception:
                     continue
-                # A template that renders arguments as a Python repr does not support objects.
+                # A template that prints arguments as a Python dict does not support arguments as objects.
                 if "Lisboa" in text and "{'city': 'Lisboa'}" not in text:
                     return style
         for style in (Style(), Style(parts=True)):
@@ -139,7 +139,7 @@ class Reference:
         return self.apply(messages, prompt=prompt, style=style, tools=tools)
 
     def border(self, text: str, at: int) -> int:
-        """Return `at`, or the start of the added token that contains it."""
+        """Return `at` or, if position `at` is inside an added token, the start of the token."""
         for match in self.added.finditer(text):
             if match.start() < at < match.end():
                 return match.start()
@@ -199,7 +199,10 @@ class Places:
 
 
 def marked(text: str, number: int, *, first_word: bool = False) -> str:
-    """Add a mark on each side of a text, inside its surrounding whitespace; with `first_word`, after its first word."""
+    """Add marks at the start and end of a text, but not outside its leading and trailing whitespace.
+
+    With `first_word`, the first mark is after the first word.
+    """
     stripped = text.strip()
     left = text.index(stripped) if stripped else len(text)
     if not first_word:
@@ -263,7 +266,7 @@ def locate(reference: Reference, messages, *, prompt: bool = False, tools: bool 
                 # Unique words in this text would change the output, so search for the text itself.
                 out.spans[texts[n]] = written_once(read_piece(messages, texts[n]).strip(), text)
     for piece, span in out.spans.items():
-        # An empty text next to others has no position, even if a mark in it would be rendered.
+        # Do not locate an empty text in a message with other texts, even if marks in the empty text are rendered.
         if span is not None and span[0] == span[1] and any(stop > start for start, stop in out.of(piece[0])):
             out.spans[piece] = None
     return out

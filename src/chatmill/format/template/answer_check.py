@@ -1,7 +1,7 @@
-"""Check that derived answers satisfy the invariant of trained answers.
+"""Check the invariant of trained answers before the text is encoded.
 
-Each trained answer (a) starts where its prompt ends, (b) contains no header and no text of another message, and (c)
-ends with a token that ends a turn. `row_check` performs the same check on finished rows.
+A trained answer starts where its prompt ends, contains no header and no text of another message, and ends with a token
+that ends a turn. `row_check` performs the same check on finished rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ NO_END: Final = "no_end_token"
 def check_answers(
     derived: DerivedAnswers, tokens: ControlTokens, turns: TurnMarks, *, allow_no_end: bool
 ) -> tuple[Note, ...]:
-    """Raise a `RecordError` if an answer violates the invariant of trained answers; otherwise return ledger notes.
+    """Raise a `RecordError` if an answer violates the invariant of trained answers; otherwise return notes for
+    the ledger.
 
     Answers between generation tags are not checked, because the template itself marks the trained text.
     """
@@ -55,7 +56,10 @@ def without_prompt_space(derived: DerivedAnswers) -> DerivedAnswers:
 
 
 def _check_text(derived: DerivedAnswers, answer: AnswerSpan, tokens: ControlTokens, turns: TurnMarks) -> bool:
-    """Raise if an answer contains text of another message or a header; return whether it ends with an end token."""
+    """Raise `RecordError` if an answer contains a header or text of another message.
+
+    Return whether the answer ends with an end token.
+    """
     begin = 0
     literals = []
     for piece in derived.rendering.pieces:

@@ -20,7 +20,10 @@ TOOL_USE = "tool_use"
 @dataclass(frozen=True)
 class TemplateSource:
     name: str
-    """The path of the template, with the key if the file is JSON. Error messages show it with a line number."""
+    """The path of the template, with the key if the file is JSON.
+
+    Error messages contain this name and a line number.
+    """
     source: str
 
 

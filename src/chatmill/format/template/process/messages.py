@@ -1,7 +1,8 @@
 """The messages between a renderer and its template process, encoded as MessagePack frames.
 
-A malicious template may take over its process and send arbitrary bytes, so every response is checked here. A response
-may be wrong about its own template, but it cannot make the renderer crash, exhaust memory, or read out of bounds.
+A malicious template may take over its process and send arbitrary bytes, so every response is checked here. A
+malicious response can falsify the output of its own template, but it cannot make the renderer crash, exhaust memory, or
+read out of bounds.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Ready(msgspec.Struct, frozen=True):
 
     pid: int
     protections: list[str]
-    """The names of the active protections."""
+    """The names of the active protections, as returned by `lock_down`."""
 
 
 class OpenTemplates(msgspec.Struct, tag="open", frozen=True):
@@ -57,7 +58,7 @@ class OpenTemplates(msgspec.Struct, tag="open", frozen=True):
     """The template variables as JSON, because MessagePack limits the size of integers."""
     now: str
     tokens: list[str]
-    """The control tokens."""
+    """The control tokens of the tokenizer."""
     ends: list[str]
     """The tokens at which an inference server stops generating."""
     seconds: float
@@ -78,7 +79,7 @@ class Derive(msgspec.Struct, tag="derive", frozen=True):
     cacheable: bool
     last_only: bool
     text_tokens: list[str]
-    """The tokens that may come from message text."""
+    """The control tokens that message text may contain."""
     seconds: float
 
 
@@ -118,7 +119,7 @@ class TemplateFault(msgspec.Struct, tag="template", frozen=True):
 
 
 class Stopped(msgspec.Struct, tag="stopped", frozen=True):
-    """The template reached a limit at the line in `place`."""
+    """The template exceeded the time or memory limit; `place` is the template line that was running."""
 
     limit: Literal["time", "memory"]
     place: str
@@ -187,13 +188,13 @@ def _is_bounded(steps: tuple[TraceStep, ...], pieces: tuple[TracedPiece, ...], t
     """Whether the memory needed to replay the steps is at most proportional to the size of the conversation."""
     if len(steps) > MAX_STEPS:
         return False
-    # For each slot, `copies` counts how often the slot may contain each text of the conversation. Key -1 counts
-    # template characters. `grown` also counts the characters that functions may add.
+    # For each slot, `copies` counts how often the slot may contain each text of the conversation, and, under the key
+    # -1, the template characters in the slot. `grown` is like `copies`, plus the characters that functions may add.
     copies: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
     grown: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
 
     def add(counts: list[dict[int, int]], held: dict[int, int], step: TraceStep, growth: int, limit: int) -> bool:
-        """Add the size of the value that a step computes. Return whether the total is within the limit."""
+        """Count the texts in the value that a step computes. Return whether the totals are within the limits."""
         total = {-1: sum(map(_characters, step.args))}
         held[-1] += total[-1]
         for slot in step.slots:

@@ -56,7 +56,7 @@ class Trace:
         self._recorded: dict[Any, int] = {}
 
     def value(self, function: str, slots: tuple[int, ...], *args: Any) -> int:
-        """Return the slot for the value of `function(*slots, *args)`."""
+        """Add the step `function(*slots, *args)`, unless it exists; return the slot of its value."""
         key = (function, slots, args)
         if key not in self._recorded:
             self._recorded[key] = self.num_slots
@@ -65,7 +65,7 @@ class Trace:
         return self._recorded[key]
 
     def guard(self, function: str, slots: tuple[int, ...], *args: Any, expected: Any) -> None:
-        """Add a guard with a result that the template observed."""
+        """Add a guard: in a replay, `function(*slots, *args)` must return `expected`."""
         key = ("guard", function, slots, args)
         if key not in self._recorded:
             self._recorded[key] = -1
@@ -74,7 +74,7 @@ class Trace:
     def evaluate(self, function: str, slots: tuple[int, ...], *args: Any, guard_true: bool) -> bool:
         """Evaluate a condition on the traced conversation.
 
-        Add a guard if the result is false or `guard_true` is set.
+        Add a guard if the condition is false or `guard_true` is set.
         """
         values = replay(ready(self.steps), list(self._texts))
         assert values is not None
@@ -85,7 +85,7 @@ class Trace:
 
 
 def merge_guards(steps: Sequence[TraceStep], texts: int) -> tuple[TraceStep, ...]:
-    """Return the steps with all guards for non-empty texts of the conversation merged into one guard."""
+    """Merge all guards that require a non-empty text of the conversation into one guard; return the steps."""
     slots: list[int] = []
     others: list[TraceStep] = []
     for step in steps:
@@ -104,7 +104,7 @@ def ready(steps: Iterable[TraceStep]) -> tuple[ReadyStep, ...]:
 def replay(steps: Sequence[ReadyStep], texts: list[Any]) -> list[Any] | None:
     """Append the computed slots to `texts` and return the list, or None if the conversation does not match the trace.
 
-    A conversation does not match a trace if a guard fails or a function raises.
+    A conversation does not match a trace if a guard fails or a function raises an error.
     """
     slots = texts
     try:
