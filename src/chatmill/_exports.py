@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import Any
 
 _IMPORT = re.compile(r"^    from ([\w.]+) import \(?\s*(\w+) as (\w+)", re.MULTILINE)
-"""Matches an import of one name, as formatted by ruff. Importing a parser would be slower."""
+"""Matches an import of one name, as formatted by ruff. A regular expression is faster than importing `ast`."""
 
 
 def lazy_exports(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:

@@ -28,7 +28,7 @@ SYSTEM_FAILURES = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 LONGEST = 1 << 31
 """The largest count that a config accepts."""
 LARGEST = sys.float_info.max
-"""The largest number that a config accepts. Excludes infinity and integers too large for a float."""
+"""The largest number that a config accepts; infinity and integers too large for a float are rejected."""
 
 NO_FLAG = ""
 """The `flag` of a key that only files can set."""

@@ -38,7 +38,7 @@ BARE = re.compile(r"[A-Za-z0-9_-]+\Z")
 KEYS: Mapping[str, ValueCheck] = {
     TOKENIZER: named("tokenizer"),
     ADD_TOKENS: SWITCH,
-    # The seed splits the caches, orders the batches and initializes the weights, so it must be valid for all three.
+    # The seed is used for splits, the order of batches and initial weights, so it must be valid for all of these.
     SEED: integer(0, LONGEST),
     CONTEXT: integer(2, LONGEST),
     CACHE_ROOT: named("folder"),

@@ -1,4 +1,4 @@
-"""Blocks of rows: their spans, segments, weights and ledger. Tokens are the letters of block_fixtures."""
+"""Tests of blocks: spans, segments, weights and the ledger. Each token is a letter; see block_fixtures."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_the_ledger_counts_injected_padding_removed_and_untrained_tokens():
         "repeated goes_on_in_next_block": (4, 0, 0),
         "injected": (0, 1, 0),
         "padding": (0, 3, 0),
-        # The long conversation loses uEAaEX, and the next one in the same document is dropped.
+        # The long conversation loses uEAaEX, and the next conversation in the same document is dropped.
         "truncated user_span_over_block": (0, 6, 3),
         "dropped user_span_over_block": (1, 7, 3),
         "noted answer_unfinished": (0, 6, 0),

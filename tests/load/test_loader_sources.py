@@ -169,5 +169,5 @@ def test_ids_of_two_widths_are_not_read_together(tmp_path):
     with pytest.raises(DataError) as raised:
         EpisodeLoader(tmp_path / "all", config)
     assert str(raised.value) == (
-        f"{wide}: has token ids of 32 bits, but {narrow} has 16; expected the same width; rebuild one of them"
+        f"{wide}: has token ids of 32 bits, but {narrow} has token ids of 16 bits; rebuild one of them"
     )

@@ -1,4 +1,4 @@
-"""Data readers that a loader rejects, with stand-ins for the libraries; tests/trainers uses the real libraries."""
+"""Test that a loader rejects unsuitable data readers. The libraries are stubs; see tests/trainers for the real ones."""
 
 from __future__ import annotations
 

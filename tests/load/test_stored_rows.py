@@ -28,7 +28,7 @@ def both(loader, episodes, first):
 
 
 def hashed_rows(rows):
-    """Ask for digests of two steps if the number of rows is even, otherwise of one step."""
+    """Request the digests of two steps if the number of rows is even, otherwise of one step."""
     return HashedRows([2**40, 7] if rows.num_rows % 2 == 0 else [2**40], 3)
 
 

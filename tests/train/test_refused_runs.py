@@ -123,7 +123,7 @@ def test_a_refused_run_changes_nothing(inputs, monkeypatch, capsys, refusal):
     assert everything(inputs) == before
 
 
-# Errors after the settings are accepted, up to the end of the first step.
+# The following errors occur after the settings are accepted, but before the first step ends.
 
 
 def full(*_, **__):

@@ -127,7 +127,7 @@ def test_conversations_are_ordered_by_their_contribution_to_the_loss():
             "the highest losses are: episode 1 (loss 3 over 10 tokens), episode 0 (loss 2 over 10 tokens); "
             "inspect these conversations, or lower learning_rate",
         ),
-        ((), "the step has no trained tokens; lower learning_rate"),
+        ((), "the step has no trained tokens, so the data is not the cause; lower learning_rate"),
     ],
 )
 def test_conversations_with_a_loss_that_is_not_finite_are_named(losses, advice):

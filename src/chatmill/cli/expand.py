@@ -57,8 +57,8 @@ def option(config: type[Any], name: str) -> Any:
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command with its grouped parameters expanded to options.
 
-    A dataclass parameter becomes one option per field and receives an instance. A parameter annotated with an
-    `OptionGroup` becomes the options of the group and receives the result of `gather`.
+    A dataclass parameter is replaced by one option per field, and the command gets an instance. A parameter annotated
+    with an `OptionGroup` is replaced by the options of the group, and the command gets the result of `gather`.
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, OptionGroup] = {}

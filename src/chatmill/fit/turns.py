@@ -31,7 +31,7 @@ class TurnTable:
     head_stop: Index
     """For each row, the end of the head, which consists of BOS and a leading system turn."""
     anchor: Index
-    """For each row, the index of the last assistant turn or, without one, of the last turn; -1 if the row is empty."""
+    """For each row, the index of its last assistant turn; if it has none, of its last turn; -1 if the row is empty."""
 
 
 def turns_of(rows: Rows) -> TurnTable:

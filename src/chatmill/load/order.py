@@ -1,7 +1,7 @@
 """Orders are pure functions that map each position of an epoch to an episode.
 
-An order has no state: `at` computes any position of any epoch. The name of an order includes a version, and the meaning
-of a name never changes. The name, the seed and the number of episodes therefore always define the same order.
+An order has no state: `at` computes the episode at any position of any epoch. The name of an order includes a version,
+and the meaning of a name never changes, so the same name, seed and number of episodes always define the same order.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from chatmill.store.mapped import check_mapped, mapped_file, reading
 
 Selection = slice | Index
 LARGE_TABLE, RECORDS_PER_LOOKUP = 1 << 26, 1 << 10
-"""Minimum size in bytes of tables that are looked up in parts, and the number of records in each part."""
+"""Records of a mapped table with at least `LARGE_TABLE` bytes are copied `RECORDS_PER_LOOKUP` at a time."""
 
 
 class Places(NamedTuple):
@@ -79,7 +79,7 @@ class LocatedEpisodes(NamedTuple):
 
 
 class StoredEpisodes(NamedTuple):
-    """The locations of the tokens and spans of stored episodes, and the shard of each episode and array."""
+    """The locations of the tokens and spans of stored episodes, and the shards that contain them."""
 
     tokens: LocatedEpisodes
     shard: Index
@@ -119,12 +119,12 @@ class EpisodeReader:
             if info.dtype != self.dtype:
                 raise DataError(
                     f"{info.folder}: has token ids of {8 * info.dtype.itemsize} bits, but {filled[0].folder} has "
-                    f"{8 * self.dtype.itemsize}; expected the same width; rebuild one of them"
+                    f"token ids of {8 * self.dtype.itemsize} bits; rebuild one of them"
                 )
 
     @property
     def shards(self) -> list[tuple[Episodes, int]]:
-        """Every shard, as an `Episodes` object and the shard's index in it."""
+        """All shards of all sources, each as an `Episodes` object and the index of the shard in that object."""
         return self._shards
 
     def shard_of(self, episodes: Index) -> Index:
@@ -333,7 +333,7 @@ def _first_spans(origins: Table, segments: Index, end: int) -> Index:
 def _borders(begin: Index, several: list[tuple[Selection, Index, Index]]) -> tuple[Index, Index]:
     """Return the first span of each segment, and the first segment of each episode.
 
-    `several` lists the episodes of more than one segment, with their segment counts and first spans.
+    `several` lists the episodes with more than one segment, with their segment counts and first spans.
     """
     if not several:
         return begin, np.arange(len(begin) + 1)

@@ -1,6 +1,6 @@
 """Build the rows of batches with the C extension, directly from mapped tokens and spans.
 
-`RowTable` builds the same arrays with numpy, if the extension is not available or if episodes have targets.
+If the extension is not available or episodes have targets, `RowTable` builds the same arrays with numpy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ except ImportError:
     _batch = None  # type: ignore[assignment]
 
 NUM_COUNTS = 7
-"""Number of counts per row from the C extension: the fields of `BatchCounts` and the number of segments."""
+"""Number of counts that the C extension returns per row: the fields of `BatchCounts` and the number of segments."""
 
 
 class StoredRows:

@@ -90,11 +90,11 @@ def prepare_dataset(
     read_here = dict.fromkeys(unit.part.path for unit in units if isinstance(unit.part.path, Path))
     refuse_inside(local, [*read_here, *job.named_files()])
     if renderer is None:
-        # The bytes depend on the chosen format, so the job records it.
+        # The bytes of the dataset depend on the format, so the format is part of the job.
         job = replace(job, format=resolve_format(job.format, job.tokenizer, chat_template=job.chat_template))
         renderer = job_renderer(job)
     if renderer.uses_date and job.template_date is None:
-        # The rows depend on the date, so it is part of the job.
+        # The rows depend on the date, so the date is part of the job.
         job = replace(job, template_date=datetime.now().date().isoformat())
     if (size := renderer.tokenizer.vocab_size) > WIDE:
         raise DataError(f"{renderer.tokenizer.name}: has a vocabulary of {size} ids; at most {WIDE} can be stored")

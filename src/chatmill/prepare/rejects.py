@@ -84,8 +84,8 @@ class Rejects:
             raise UsageError(f"{shown(path)}: is the output, or inside it; use another file for the rejects")
         if any(files.real(each) == files.real(path) or _same(each, path) for each in reads):
             raise UsageError(f"{shown(path)}: is an input, which the rejects would overwrite; use another file")
+        # If the rejects file is next to the output, their folder may not exist yet.
         if output is None or output.parent != path.parent or output.parent.exists():
-            # Skip this check if the rejects file is next to the output and their folder does not exist yet.
             files.refuse_existing(path, overwrite=self._overwrite)
         if path.exists():
             with path.open("rb") as file:

@@ -99,7 +99,7 @@ def _kind(start: bytes) -> str:
     first, *others = [line for line in lines if line.strip()] or [b"{"]
     if not first.lstrip().startswith((b"{", b"[")):
         return ".txt"
-    # One object over several lines: the first line is not valid JSON, and the second does not start an object.
+    # If one object spans several lines, its first line is not valid JSON, and the next line does not start an object.
     is_object = first.startswith(b"{") and others and not others[0].startswith(b"{") and not _is_json(first)
     return ".json" if is_object else ".jsonl"
 

@@ -55,7 +55,7 @@ TERMS = ("text", "soft", "wasserstein", "outside")
 
 
 class Axis(NamedTuple):
-    """The ids of the coordinate tokens in order, and the axis position of every token id; -1 for text."""
+    """The ids of the coordinate tokens in order, and the position of each token id on the axis (-1 for text tokens)."""
 
     ids: Tensor
     places: Tensor

@@ -38,12 +38,12 @@ NO_TEXT = TextPart("", STRUCTURE)
 
 
 class EntryText(NamedTuple):
-    """The body of an entry: text, coordinates with separators, and more text."""
+    """The text of an entry: a head, the coordinates with separators, and a tail."""
 
     head: tuple[TextPart, ...]
     coordinates: Sequence[int] = ()
     separators: tuple[str, ...] = ()
-    """Texts between coordinates, repeated cyclically."""
+    """Texts to write between coordinates; after the last text, the first is used again."""
     tail: TextPart = NO_TEXT
 
 
@@ -62,13 +62,13 @@ class Schema(Protocol):
     def uses_coordinates(self) -> bool: ...
 
     def read(self, body: Object) -> Object:
-        """Return the object in the parsed body of an entry; raise `UnfitError` if it does not fit the schema."""
+        """Convert the parsed JSON of an entry to an object; raise `UnfitError` if the entry does not fit the schema."""
 
     def check(self, thing: Mapping[str, Any]) -> Object:
-        """Return a true object in the form that `read` returns; raise `DataError` if it does not fit the schema."""
+        """Convert a true object to the form that `read` returns; raise `DataError` if the object is invalid."""
 
     def write(self, thing: Object) -> EntryText:
-        """Return the body of an entry."""
+        """Return the text of an entry for an object."""
 
     def match(self, predicted: Sequence[Object], truth: Sequence[Object]) -> Matching: ...
 
@@ -91,7 +91,7 @@ BODY = json.JSONDecoder(object_pairs_hook=_no_key_twice, parse_constant=JSON.par
 
 
 def read_body(body: bytes, schema: Schema) -> Object:
-    """Parse the body of an entry; raise `UnfitError` if it does not fit the schema."""
+    """Parse the JSON of an entry; raise `UnfitError` if the entry does not fit the schema."""
     try:
         parsed = parse_json(body, BODY)
     except ValueError:
@@ -111,7 +111,7 @@ class Detection:
         return self._read(body, COORDINATE)
 
     def read_box(self, desc: str, box: list[int]) -> Object:
-        """Return the object of an entry that is already parsed."""
+        """Return an object with a description and a box; raise `UnfitError` if either is invalid."""
         if not desc.strip():
             raise UnfitError("desc")
         if box[0] > box[2] or box[1] > box[3]:

@@ -45,7 +45,7 @@ def report_html(view: DatasetView, splits: Sequence[SplitStats], *, version: str
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["visible"] = visible
-    # Most samples are from the first split; each other split has a few.
+    # Most samples are from the first split; the other splits have a few samples each.
     few = 4
     samples = [SAMPLES - few * (len(splits) - 1), *[few] * (len(splits) - 1)]
     return environment.from_string(page).render(
@@ -78,7 +78,7 @@ def report_html(view: DatasetView, splits: Sequence[SplitStats], *, version: str
 
 
 def _lengths(stats: SplitStats) -> Markup:
-    """Draw a histogram of row lengths; one bar counts all rows that are much longer than most."""
+    """Draw a histogram of row lengths; the last bar may count all rows that are much longer than most rows."""
     width = max(1, int(nice(stats.quantile(0.995) / BARS)))
     bars = stats.quantile(1.0) // width + 1
     bars = bars if bars <= BARS + 5 else BARS

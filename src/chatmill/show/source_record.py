@@ -39,7 +39,7 @@ class SourceRecord:
     as_read: bool
     """Whether `raw` is the parsed record instead of a line of the file."""
     same: bool | None
-    """Whether the record still has the hash in the dataset; None if the hash is unknown."""
+    """Whether the hash of the record equals the hash stored in the dataset; None if the dataset has no hash."""
 
     def for_display(self) -> dict[str, Any]:
         """Return the escaped text, indented if it is JSON, and flags for the viewer's page."""

@@ -401,10 +401,10 @@ def with_bare_switches(args: Sequence[str]) -> list[str]:
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merge layers of settings; later layers take precedence.
 
-    A layer that sets max_iters removes epochs, and vice versa. The keys warmup_iters and warmup_pct also replace each
-    other. If a layer sets tokens_per_step, batch_size is divided by gradient_accumulation_steps, which is then removed,
-    so micro-batches keep their number of rows. A layer that turns post_training on also sets the keys in POST_TRAINING,
-    except those that the layer sets itself.
+    A layer that sets max_iters removes epochs, and vice versa. In the same way, warmup_iters and warmup_pct replace
+    each other. If a layer sets tokens_per_step, batch_size is divided by gradient_accumulation_steps to keep the number
+    of rows per micro-batch, and gradient_accumulation_steps is removed. A layer that turns post_training on also sets
+    the keys in POST_TRAINING, except those that the layer sets itself.
     """
     values: dict[str, Any] = {}
     for layer in layers:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 Values: TypeAlias = Callable[[], Iterator[tuple[Tensor, Any]]]
 """Yields pairs of a parameter on the meta device and its values, which can be sliced by rows.
 
-Read the rows of a parameter before requesting the next parameter.
+The values of a parameter are valid only until the next parameter is requested.
 """
 
 
@@ -84,8 +84,8 @@ class World:
         return result  # type: ignore[return-value]
 
     def alone(self, work: Callable[[], T]) -> T:
-        """Call a function that may fail on one rank only. With several ranks, a `DataError` is raised as a `RankError`
-        that names the rank.
+        """Call a function that may fail on some ranks but not on others. With several ranks, a `DataError` is raised as
+        a `RankError` that names the rank.
         """
         try:
             return work()
@@ -132,7 +132,7 @@ def _shard(model: CausalModel, world: World, compute: torch.dtype | None, values
 def _fill(model: nn.Module, places: Mapping[int, tuple[nn.Module, str]], values: Values, device: torch.device) -> None:
     """Allocate this rank's rows of all sharded parameters, and set their values.
 
-    `places` maps the id that each parameter had before sharding to the parameter's module and name.
+    FSDP replaces each parameter, so `places` maps the `id()` of the original parameter to its module and name.
     """
     model._apply(lambda each: torch.empty_like(each, device=device) if each.device.type == "meta" else each)
     for parameter, rows in values():

@@ -1,8 +1,8 @@
 """AdamW for bfloat16 weights with stochastic rounding, and bfloat16 or 8-bit moments.
 
 The optimizer computes each update in float32 and rounds it once. A weight between two bfloat16 numbers is rounded to
-one of them at random, with probabilities that preserve its expected value. Rounding therefore does not lose small
-updates.
+one of them at random, with probabilities that preserve its expected value. Stochastic rounding therefore does not
+lose small updates.
 
 8-bit moments are indices into a lookup table, with one scale per block of a row (Dettmers et al., arXiv 2110.02861). An
 8-bit second moment is stored as its square root, which has the same range as the gradients and does not underflow.
@@ -23,7 +23,7 @@ from torch import Tensor
 from chatmill.train.distributed import local
 
 BLOCK = 256
-"""Maximum number of values in a row that share a scale."""
+"""Maximum number of values per scale; all values with the same scale belong to one row of the parameter."""
 SMALLEST_BLOCK = 32
 FEWEST = 4096
 """Parameters with fewer values than this have bfloat16 moments."""
@@ -139,8 +139,8 @@ def _update_bf16(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tens
     bits = _random_bits(weight)
     new, mean, square = _adamw(weight, grad, exp_avg.float(), exp_avg_sq.float(), numbers)
     exp_avg.copy_(mean)
-    # With beta2 near 1, the second moment often changes by less than half a unit in the last place per step. Rounding
-    # to nearest would undo these small changes, so round stochastically.
+    # With beta2 near 1, the second moment often changes by less than half a unit in the last place per step. Round
+    # the second moment stochastically, because rounding to nearest would undo such small changes.
     exp_avg_sq.copy_(_rounded(square, bits >> 14))
     weight.copy_(new if weight.dtype == torch.float32 else _rounded(new, bits))
 
@@ -215,7 +215,7 @@ def _tables(device: torch.device) -> tuple[Tensor, ...]:
         levels = code_levels(is_signed=is_signed)
         edges = torch.cat([levels[:1], (levels[1:] + levels[:-1]) / 2])
         if not is_signed:
-            # Round only zero to zero, because the update divides by the square root of the second moment.
+            # Do not round small values to zero, because the update divides by the square root of the second moment.
             edges[1] = TINY
         tables += [levels.to(device), edges.to(device)]
     return tuple(tables)

@@ -82,14 +82,14 @@ class DecodingCache(Protocol):
 
 
 class SavedPart(NamedTuple):
-    """Weights of a model, usually a single tensor, that must be saved in the same file."""
+    """A group of weights that must be saved in the same file; usually a single weight."""
 
     weights: tuple[str, ...]
     """Names of the weights in the model's state dict."""
     saved: tuple[str, ...]
-    """Names of the saved tensors in the files."""
+    """Names of the tensors in the saved files."""
     is_converted: bool = False
-    """Whether the saved tensors are computed from the weights instead of being equal to them."""
+    """Whether the weights are converted before they are saved."""
 
 
 class CausalModel(nn.Module):
@@ -144,7 +144,7 @@ class CausalModel(nn.Module):
     def checkpoint_blocks(self, *, offload: bool = False) -> None:
         """Turn on activation checkpointing: keep only the input of each block for the backward pass.
 
-        If `offload` is set, the inputs are kept in host memory; see offload.py.
+        If `offload` is set, the inputs of the blocks are kept in host memory; see offload.py.
         """
 
     @abstractmethod
@@ -154,14 +154,14 @@ class CausalModel(nn.Module):
         """
 
     def save_parts(self, folder: Path, like: Mapping[str, Tensor]) -> list[SavedPart] | None:
-        """Write a model folder without weights; return the groups in which weights must be saved, or None if unknown.
+        """Write a model folder without weights; return the groups of weights to save, or None if not supported.
 
-        `like` contains the weights on the meta device, in the dtypes in which they are saved.
+        `like` contains the weights on the meta device, in the dtypes of the files to write.
         """
         return None
 
     def saved_tensors(self, part: SavedPart, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a part as they are saved, by their names in the files."""
+        """Return the tensors to save for a group of weights, by their names in the files."""
         return {name: weights[weight] for weight, name in zip(part.weights, part.saved, strict=True)}
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
@@ -180,8 +180,8 @@ class CausalModel(nn.Module):
         """Compile each block with static shapes; blocks with the same code and shapes are compiled only once.
 
         If `recompute` is set, the backward pass recomputes elementwise operators. Recomputation saves a quarter of the
-        memory at the same speed. With activation checkpointing, blocks need less memory without `recompute`.
-        `recompute` applies to all models in the process.
+        memory at the same speed. Do not combine `recompute` with activation checkpointing, because the two together
+        need more memory than checkpointing alone. `recompute` applies to all models in the process.
         """
         import torch._functorch.config as partitioner
 

@@ -34,7 +34,7 @@ METRICS = "metrics.jsonl"
 ROWS = "rows"
 """Folder with the loss of each conversation, one file per rank."""
 REPORTS = "reports"
-"""Folder with the report pages about the data, which trackers log."""
+"""Folder with HTML reports on the data, which the run logs to its trackers."""
 WRITTEN = (CONFIG, FIRST_BATCH, METRICS, PLOT, ROWS, REPORTS, IDS, *TRACKERS)
 """Names of the files and folders that a run writes in addition to checkpoints."""
 COLUMNS = ("episodes", "segments", "losses", "weights")
@@ -110,8 +110,8 @@ class RunDir:
         """Create the run folder, or rewind it to `step`; all ranks must create a `RunDir`.
 
         `config` is the config of the run. `rows` describes the data if per-conversation losses are logged. `rewinds`
-        lists additional logs, each with the last step to keep. `trackers` receive the metrics, the config, and `data`,
-        a description of the data.
+        lists additional logs, each with the last step to keep. `data` describes the data for the `trackers`, which also
+        receive the config and the metrics.
         """
         self.folder, self._first = folder, world.is_first
         self._progress: TrainProgress | None = None
@@ -121,7 +121,7 @@ class RunDir:
         self._rows: MetricsLog | None = None
         self._data = rows
         self.set_aside: list[Path] = []
-        """New paths of the renamed checkpoints that are later than `step`."""
+        """New paths of the checkpoints after `step`, which are renamed when the run resumes."""
         self._new_folders: list[Path] | None = None
         """The folders that were created for a new run, innermost first; None for a resumed run."""
 

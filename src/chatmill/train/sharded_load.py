@@ -1,8 +1,8 @@
 """Load a model in shards. Each rank needs memory only for its own rows and for one whole tensor at a time.
 
-    1. build the model with its parameters on the meta device, which takes no memory; buffers are allocated
-    2. shard it with FSDP: each rank allocates its own rows of every parameter, still without values
-    3. on each rank, read those rows from the safetensors files, or initialize them for a new model
+The model is first built with its parameters on the meta device, where they take no memory. FSDP then shards the model,
+and each rank allocates its own rows of every parameter. Finally, each rank reads the values of these rows from the
+safetensors files. For a new model, each rank initializes its rows instead.
 
 If a model cannot be loaded in shards, every rank loads the whole model, and a note gives the reason.
 """
@@ -46,9 +46,9 @@ class OpenedModel:
     values: Values | None = None
     """Yields the values of the parameters on the meta device; None if the model is fully loaded."""
     test: Callable[[], bool] | None = None
-    """Tests, with the weights in the files, whether the architecture separates the conversations in a packed row."""
+    """Tests with the weights in the files whether conversations in a packed row are independent of each other."""
     note: str | None = None
-    """The reason why the model could not be loaded in shards; None if it could."""
+    """The reason why the model could not be loaded in shards; None if it was loaded in shards."""
 
 
 def open_for_shards(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None, world: World) -> OpenedModel:

@@ -36,7 +36,7 @@ SHARD_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class WeightFile:
-    """One weight file, and the parts of the model that it contains."""
+    """A weight file, and the groups of weights that it contains."""
 
     name: str
     parts: tuple[SavedPart, ...]
@@ -54,8 +54,8 @@ def save_in_shards(
     """Write a model into an existing folder; return the files that this rank wrote, with sizes and hashes. All ranks
     must call this function.
 
-    If the model cannot list the parts in which it is saved, return None without writing weights. The written files are
-    not synced to disk.
+    Return None without writing weights if `model.save_parts` is not supported. The written files are not synced to
+    disk.
     """
     state = model.state_dict(keep_vars=True)
     dtypes = {name: saved_dtype(model, name, tensor, save_dtype) for name, tensor in state.items()}
@@ -94,7 +94,7 @@ def _parts(model: CausalModel, folder: Path, like: Mapping[str, Tensor]) -> list
     except (ChatmillError, OSError):
         raise
     except Exception:
-        # Some versions of transformers may fail to save a model without weight values.
+        # Some versions of transformers cannot save a model with parameters on the meta device.
         return None
 
 
@@ -124,7 +124,7 @@ def _assign(parts: Sequence[SavedPart], like: Mapping[str, Tensor]) -> list[Weig
 def _exchange(
     queues: Sequence[Sequence[SavedPart]], state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], world: World
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the full weights of each part that this rank writes. All ranks send their rows of every part."""
+    """Yield the full weights that this rank writes, one group at a time. Each rank sends its rows of every weight."""
     for turns in zip_longest(*queues):
         mine: dict[str, Tensor] = {}
         for owner, part in enumerate(turns):

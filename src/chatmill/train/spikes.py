@@ -22,11 +22,11 @@ WINDOW = 64
 LEAST = 32
 """Minimum number of previous steps before a step can count as a loss spike."""
 SPREADS = 6.0
-"""A loss spike is more than this many spreads above the median loss. The spread is the 90th percentile minus the
+"""A loss spike exceeds the median loss by more than `SPREADS` times the difference between the 90th percentile and the
 median. The median absolute deviation would be too small, because the losses of small batches are skewed to the right.
 """
 NATS = 0.5
-"""A loss spike is more than this far above the median loss, in nats."""
+"""A loss spike exceeds the median loss by more than this many nats."""
 PRINTED = 10
 """Maximum number of loss spikes that a process prints; all spikes are counted and marked in the metrics."""
 NAMED = 3
@@ -43,7 +43,7 @@ class LossSpikes:
     world: World
     print: Callable[[str], None]
     after: int
-    """The last step of the warmup; steps up to this step are never spikes."""
+    """The last step of the warmup; warmup steps are never reported as loss spikes."""
     recent: deque[float]
     """The losses of the last `WINDOW` steps."""
     count: int
@@ -52,9 +52,7 @@ class LossSpikes:
 
     @classmethod
     def of_run(cls, state: TrainState, run_dir: RunDir) -> Self:
-        """Start with the last losses in the metrics of a run, so that a resumed run continues with them. All ranks must
-        call this function.
-        """
+        """For a resumed run, read the most recent losses from the run's metrics. All ranks must call this function."""
         metrics = read_metrics(run_dir.folder) if state.world.is_first else ()
         lines = [line for line in metrics if isinstance(line.get("loss"), float)]
         mine = [[line["loss"] for line in lines[-WINDOW:]], sum(SPIKE in line for line in lines)]
@@ -97,7 +95,7 @@ def not_finite(rows: Sequence[RowLoss], state: TrainState) -> str:
     if not wrong:
         # All losses are finite, but the gradient is not.
         if not names:
-            return "the step has no trained tokens; lower learning_rate"
+            return "the step has no trained tokens, so the data is not the cause; lower learning_rate"
         return f"the highest losses are: {', '.join(names)}; inspect these conversations, or lower learning_rate"
     shown = ", ".join(names[:wrong]) + (f" and {wrong - len(names):,} more" if wrong > len(names) else "")
     if wrong == count:
@@ -106,7 +104,7 @@ def not_finite(rows: Sequence[RowLoss], state: TrainState) -> str:
 
 
 def worst(rows: Sequence[RowLoss], loader: EpisodeLoader, world: World, *, usual: float = 0.0) -> list[str]:
-    """Return the conversations that raise the loss above `usual` the most, over all ranks, non-finite losses first."""
+    """Return the conversations on all ranks that add the most loss above `usual`; non-finite losses come first."""
 
     def key(row: RowLoss) -> tuple[float, int, int]:
         above = (row.loss - usual) * row.weight if math.isfinite(row.loss) else math.inf

@@ -39,7 +39,7 @@ def uploads_not_awaited() -> None:
 
 
 def condition_dropped() -> None:
-    """Write the metadata even if another build has published in the meantime."""
+    """Write the metadata even if another build has published its metadata in the meantime."""
     from chatmill.remote import objects
 
     write = objects.write

@@ -26,7 +26,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         build(jobs[0], folder / "whole-a", unit_bytes=UNIT_BYTES)
     build(jobs[1], folder / "whole-b")
     right = [digests(folder / f"whole-{name}") for name in "ab"]
-    # Waiting for the lock before each refusal would slow down the trial.
+    # Wait only briefly for the lock of another build, to make the trial faster.
     workplace.PATIENCE = 0.1
     for number in range(size):
         target = folder / str(number) / "x"

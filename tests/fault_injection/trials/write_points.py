@@ -15,7 +15,7 @@ UNIT_BYTES = 9_000
 
 
 def points(total: int, most: int) -> list[int]:
-    """Return the operations to stop at: all, or `most` of them, spread evenly and including the last."""
+    """Return the operations to stop at: at most `most` of all operations, evenly spaced and including the last."""
     if most >= total:
         return list(range(1, total + 1))
     return sorted(total - number * total // most for number in range(most))

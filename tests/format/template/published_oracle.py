@@ -243,8 +243,8 @@ def behind_header(reference: Reference, text: str, start: int, stop: int) -> int
 
 
 def loosely_alike(reference: Reference, text: str, start: int, tail: str, least: int) -> int | None:
-    """Return where a row diverges from the end of a prompt, ignoring whitespace. Return None if fewer than `least`
-    characters match.
+    """Return the position in a row at which it diverges from the end of a prompt, ignoring whitespace. Return None if
+    fewer than `least` characters match.
     """
     at, in_tail = start, 0
     for character in re.finditer(r"\S", tail):
@@ -269,7 +269,10 @@ def asks_for_role(reference: Reference, known: Header, header: str) -> bool:
 
 
 def answer_begin(reference, messages, number, text, before, start, written, *, tools):
-    """Return the start of an answer and other valid starts; (None, reason) if the row does not continue its prompt."""
+    """Return the start of an answer and, if the answer may also start earlier, its earliest start (otherwise None).
+
+    Return (None, reason) if the row does not continue its prompt.
+    """
     known = plain_header(reference)
     begin, header, prompt, tail = None, known.whole, "", ""
     if number:
@@ -294,7 +297,7 @@ def answer_begin(reference, messages, number, text, before, start, written, *, t
         elif header and matched > known.of_users:
             begin = before + at + matched
         elif not asks_for_role(reference, known, header):
-            # No role header is required: the row must equal the prompt, ignoring whitespace, until they diverge.
+            # The prompt has no role header, so the answer starts where the row diverges from the prompt.
             begin = loosely_alike(reference, text, before, tail, len(tail) - len(header))
     # A header between the prompt and the answer is not part of the answer.
     least = known.least or known.tail.lstrip()

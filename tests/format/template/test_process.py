@@ -112,9 +112,7 @@ def test_the_filter_of_each_architecture_allows_its_calls_and_no_others():
 
 
 def filtered_by(code: bytes, number: int, architecture: int, protection: int) -> int:
-    """Interpret a seccomp filter as the kernel would. Only the instructions that occur in chatmill's filter are
-    supported.
-    """
+    """Interpret a seccomp filter as the kernel would. Only the instructions in chatmill's filter are supported."""
     data = struct.pack("<IIQ6Q", number, architecture, 0, 0, 0, protection, 0, 0, 0)
     instructions = list(struct.iter_unpack("=HBBI", code))
     at, value = 0, 0

@@ -65,7 +65,7 @@ def check_weights(renderer: TemplateRenderer, engine: tokenizers.Tokenizer, rng:
 
 
 def plain_text(rng: random.Random) -> str:
-    """Return a text that occurs in no template, without control tokens, which `tokenizers` would not treat as text."""
+    """Return a random text that occurs in no template and contains no control tokens."""
     return f"{random_text(rng)}ZZ{random_text(rng)}".replace("<|", "<")
 
 

@@ -73,8 +73,8 @@ def plain_input(record: Record, style: Style) -> TemplateInput:
 def shape_and_texts(record: Record, style: Style) -> tuple[bytes, list[str]]:
     """Return the shape of a record as bytes, and its texts.
 
-    The shape of a record with only roles and contents consists of the role codes. The shape of any other record starts
-    with byte 255.
+    For a record with only roles and contents, the shape has one byte per message, the code of its role. For all other
+    records, the shape is byte 255 and an encoding of the messages and tools without their texts.
     """
     codes = [
         255

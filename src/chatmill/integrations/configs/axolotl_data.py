@@ -50,7 +50,7 @@ class Layout:
     """How the records of all sources in a recipe are rendered."""
 
     kinds: dict[str, str] = field(default_factory=dict)
-    """Maps `text`, `chat` and `style` to the config key of the first source of that kind."""
+    """Maps each kind of source (`text`, `chat` or `style`) to the config key of the first source of that kind."""
     style: PromptStyle | None = None
     chat_template: tuple[str, Any] | None = None
     """The config key and value of the first chat template that a dataset sets."""

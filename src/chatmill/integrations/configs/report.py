@@ -218,7 +218,7 @@ class Translation:
         other: Mapping[str, Any] | None = None,
         note: str = "",
     ) -> None:
-        """Set chatmill keys from an imported key; `other` keys are only reported."""
+        """Set the chatmill keys in `recipe`, `train` and `source` from an imported key, and report them and `other`."""
         ours = {**(recipe or {}), **(train or {}), **(other or {})}
         origin = f"{key}: {shown(value, 60)}"
         self.recipe.update(recipe or {})
@@ -278,7 +278,7 @@ class Translation:
     def settle(self) -> None:
         """Add all keys that are not in the report yet."""
         reported = {part for each in self.results for part in _paths(each.key)}
-        # Nested tables come first, because a report on a nested key also covers its parents.
+        # Start with nested tables, because a report on a nested key also covers the tables that contain it.
         for table in reversed(self.tables):
             unread = {table.path(name): table.peek(name) for name in table.left}
             for path, value in {**table.taken_out, **unread}.items():

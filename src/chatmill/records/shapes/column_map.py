@@ -29,7 +29,7 @@ from chatmill.records.shapes.ranges import RANGE_KEYS
 MESSAGE_LISTS = ("messages", "conversations", "prompt", "completion")
 """Keys whose value may be a list of messages."""
 JSON_LISTS = ("messages", "conversations")
-"""Keys whose list may be given as JSON text."""
+"""Keys with a list value that may be given as JSON text."""
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 RECORD_KEYS = (
     *("messages", "prompt", "completion"),
@@ -38,7 +38,7 @@ RECORD_KEYS = (
 )
 MESSAGE_KEYS = ("role", "content", *REASONING_KEYS, "tool_calls", "tool_call_id", "name", *RANGE_KEYS)
 BOTH = (*FLAG_KEYS, *WEIGHT_KEYS)
-"""Keys of both records and messages."""
+"""Keys that both records and messages can have."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ColumnMap:
         return out
 
     def reported(self, parsed: ParsedRecord, left_out: list[str], values: Object) -> ParsedRecord:
-        """Return the parsed record, with the file's names for unread keys; `values` is the record as in the file.
+        """Return the parsed record, with unread keys named as in the file; `values` is the record before renaming.
 
         It is an error to map an answer of a preference pair to a name that the shape does not read.
         """

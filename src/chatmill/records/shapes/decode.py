@@ -1,4 +1,4 @@
-"""Decode the JSON of one record, with the position of errors, and encode values as JSON."""
+"""Decode the JSON of one record, report the position of errors, and encode values as JSON."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> None:
 
 
 def repeated_key(data: bytes) -> str | None:
-    """Return a duplicate key of valid JSON, or None."""
+    """Return a key that occurs twice in an object of valid JSON, or None if all keys are unique."""
     if not may_repeat_key(data):
         return None
     try:
@@ -136,7 +136,7 @@ def _text_fault(data: bytes) -> RecordError | None:
 
 
 def _place(data: bytes, at: int) -> str:
-    """Format a position as a column, counted in characters from 1, and a line if the record has several lines."""
+    """Format a byte offset as a column, such as `column 5`; after the first line, add the line of the record."""
     column = len(data[data.rfind(b"\n", 0, at) + 1 : at].decode(errors="replace")) + 1
     below = data.count(b"\n", 0, at)
     return f"column {column}" + (f" of line {below + 1} of the record" if below else "")

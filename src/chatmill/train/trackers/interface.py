@@ -38,8 +38,8 @@ class SampleAnswer(NamedTuple):
 class Tracker(Protocol):
     """An experiment tracker. All methods are called in order from one thread, which is not the training thread.
 
-    If the method `start` raises `UsageError`, the run is refused. After any other error from a tracker, the run
-    continues, and only the first error is printed.
+    If `start` raises `UsageError`, training does not start. After any other error from a tracker, the run continues,
+    and only the first error is printed.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Tracker(Protocol):
 
 
 def flat(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
-    """Flatten nested mappings; the names of nested keys are joined.
+    """Flatten nested mappings, and join the names of nested keys with `separator`.
 
     >>> flat({"lora": {"r": 16}, "seed": 1})
     {'lora.r': 16, 'seed': 1}

@@ -35,7 +35,7 @@ Relation = Literal[
     "differs",
     "unknown",
 ]
-"""The relation between the row before an answer and the prompt for the answer.
+"""How the text of a row before an answer relates to the prompt for the answer.
 
 `same`: the prompt is a prefix of the row.
 `space_before_header`: row and prompt differ in whitespace before the header.
@@ -61,7 +61,7 @@ class CheckedAnswer:
     ids: tuple[int, ...]
     relation: Relation
     goes_on: bool
-    """Whether the same answer continues in another turn."""
+    """Whether the answer continues in another turn."""
     straddles: bool
     """Whether the first token of the answer starts in the header and is therefore not trained on."""
     faults: tuple[str, ...]
@@ -205,7 +205,7 @@ class PlainCheck:
     def _relation(
         self, record: Record, message: int, before: str, after: str, token: str, text_of: TextOf, exact: bool
     ) -> tuple[Relation, bool]:
-        """Compare the row before an answer with the prompt; also return whether a token spans the answer's start."""
+        """Compare the text before an answer with the prompt; also return whether a token spans the answer's start."""
         try:
             prompt = text_of(message, True)
         except RecordError:
@@ -333,7 +333,7 @@ def _texts(message: Message) -> list[str]:
 
 
 def _ends_alike(before: str, after: str, prompt: str, tail: str) -> bool:
-    """Whether `before` ends like the prompt, ignoring trailing whitespace in the prompt that the answer lacks."""
+    """Whether `before` and the prompt have the same end, except for trailing whitespace that only the prompt has."""
     space, own = (text[len(text.rstrip()) :] for text in (prompt, before))
     goes_on = own + after[: len(after) - len(after.lstrip())]
     same = _common(space, goes_on) == len(own)
