@@ -229,7 +229,7 @@ def test_the_language_filter_uses_the_answers(tmp_path):
     source = InputSource((str(tmp_path / "a.jsonl"),), filters=Filters(languages=("de", "fr")))
     build(Job((source,)), tmp_path / "v1")
     assert stored_rows(tmp_path / "v1", "train").origins["line"].tolist() == [2, 3, 4]
-    with pytest.raises(UsageError, match="the filter languages: unknown codes: xx"):
+    with pytest.raises(UsageError, match="the languages filter has unknown codes: xx; expected codes from: "):
         build(Job((source,), filters=Filters(languages=("xx",))), tmp_path / "v2")
 
 

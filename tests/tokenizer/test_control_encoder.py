@@ -91,7 +91,7 @@ def test_the_whole_is_encoded_like_the_tokenizer_itself_encodes_it(encoders, nam
         ids, begins = encoder.encode_whole(parts, [part in names for part in parts])
         right = original.encode(text, add_special_tokens=False)
         assert ids.tolist() == right.ids == encoder.reference(text)
-        # Ordinary tokens start at the same character positions of the joined text in both encoders.
+        # In both encoders, ordinary tokens start at the same character positions of the joined text.
         for begin, id, (start, _) in zip(begins.tolist(), right.ids, right.offsets, strict=True):
             if id not in encoder.ids.values():
                 assert begin == start

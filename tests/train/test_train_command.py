@@ -217,7 +217,7 @@ def test_a_folder_name_may_look_like_a_number(place):
 
 def test_shape_flags_are_refused_together_with_init_from_model(place):
     main(flags("--max_iters", "1"))
-    # With init_from_model, model sizes in a config file are ignored, and only flags are rejected.
+    # With init_from_model, model sizes in a config file are ignored, but flags that set model sizes are rejected.
     main(flags("--max_iters", "1", "--init_from_model", "checkpoints/mine", name="next"))
     for more in (
         flags("--init_from_model", "checkpoints/mine", name="other"),

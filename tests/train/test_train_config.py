@@ -112,7 +112,7 @@ def test_the_layer_that_turns_post_training_on_also_sets_its_keys():
     assert layered(file, {"post_training": True}) == on
     assert layered(file, {"post_training": True}, {"epoch_drop_last": True}) == {**on, "epoch_drop_last": True}
     assert layered(file, {"post_training": True, "epoch_drop_last": True}) == {**on, "epoch_drop_last": True}
-    # A later layer that repeats `post_training: true` does not reset the keys in POST_TRAINING.
+    # A later config layer that repeats `post_training: true` does not reset the keys in POST_TRAINING.
     assert layered({**on, "epoch_drop_last": True}, {"post_training": True}) == {**on, "epoch_drop_last": True}
     assert layered(file, {"post_training": True}, {"post_training": False}) == {**on, "post_training": False}
 

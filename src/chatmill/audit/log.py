@@ -191,7 +191,8 @@ class AuditLog:
             fd = files.disk.append(place)
         except OSError as error:
             raise AuditError(
-                f"{place}: cannot continue the audit log ({error.strerror}); restore the log next to its checkpoint"
+                f"{place}: cannot continue the audit log ({error.strerror}); "
+                "restore the log that belongs to the checkpoint"
             ) from None
         log = cls(place, fd, head=head, clock=clock)
         try:

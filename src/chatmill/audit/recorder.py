@@ -203,7 +203,7 @@ def _check_with_log(state: Mapping[str, Any], path: Path, plan: LoadPlan) -> Non
     try:
         logged = logged_checkpoints(read_log(path)).get(state["head"])
     except DataError as error:
-        raise AuditError(f"{error}; restore the log next to its checkpoint") from None
+        raise AuditError(f"{error}; restore the log that belongs to the checkpoint") from None
     if logged is None:
         raise AuditError(
             f"{path}: no checkpoint line has the hash {one_line(state['head'], 12)} that the state records; "

@@ -165,7 +165,7 @@ def turns(record: Record) -> int:
 
 
 def _matches(pattern: re.Pattern[str], name: str, record: Record) -> bool:
-    """Whether the text or the reasoning of any message matches."""
+    """Whether the text or the reasoning of any message matches `pattern`."""
     try:
         with _time_limit(MATCH_SECONDS):
             return any(
@@ -224,7 +224,7 @@ def _identifier() -> Any:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError:
         raise UsageError(
-            "the filter languages needs py3langid, which is not installed; pip install 'chatmill[recipe]'"
+            "the languages filter needs py3langid, which is not installed; pip install 'chatmill[recipe]'"
         ) from None
     return LanguageIdentifier.from_model_file(MODEL_FILE)
 
@@ -237,7 +237,9 @@ def check_languages(job: Job) -> None:
     wanted = {code for each in all_filters(job) for code in each.languages}
     if wanted and (unknown := sorted(wanted - set(_identifier().labels))):
         known = ", ".join(sorted(_identifier().labels))
-        raise UsageError(f"the filter languages: unknown codes: {', '.join(map(one_line, unknown))} (known: {known})")
+        raise UsageError(
+            f"the languages filter has unknown codes: {', '.join(map(one_line, unknown))}; expected codes from: {known}"
+        )
 
 
 def _language_is_of(record: Record, languages: Sequence[str]) -> bool:

@@ -18,7 +18,7 @@ COORDINATES = tuple(f"<|coord_{k}|>" for k in range(1000))
 CACHED = 1 << 16
 """Maximum number of texts whose token ids are cached."""
 UNSEEN, MISSING = -1, -2
-"""Values used as the size of a token that has not been looked up, or that does not exist."""
+"""Sizes of a token that has not been looked up (UNSEEN), and of a token that does not exist (MISSING)."""
 COORDINATE = {token: k for k, token in enumerate(COORDINATES)}
 
 

@@ -85,7 +85,7 @@ class Comparison:
         return self.records == self.outcomes[Outcome.EQUAL] + self.refused["both"]
 
     def refuse(self, place: str, *, chatmill: tuple[str, str] | None, peer: tuple[str, str] | None) -> None:
-        """Add a record that one library or both refuse; a refusal is (kind of reason, reason)."""
+        """Add a record that one or both libraries refuse; `chatmill` and `peer` are pairs (kind of reason, reason)."""
         self.refused["both" if chatmill and peer else "chatmill" if chatmill else "TRL"] += 1
         for name, refusal in (("chatmill", chatmill), ("TRL", peer)):
             if refusal is not None:

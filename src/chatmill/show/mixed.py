@@ -57,7 +57,7 @@ class MixedEpisodes(Episodes):
         rows, known = self._parts[part].rows(numbers - self._part_start[part]), self._file_numbers[part]
         origins = rows.origins.copy()
         has_file = origins["file"] != NO_FILE
-        # If the source records its files, NO_FILE means padding.
+        # If the source records its files, a conversation without a file is padding.
         only = known[0] if not self._parts[part].files else NO_FILE
         origins["file"] = np.where(has_file, known[np.where(has_file, origins["file"], 0)], only)
         return replace(rows, origins=origins, files=self.files)
@@ -101,7 +101,7 @@ def source_folders(folder: Place) -> list[Path]:
 
 
 def open_mixed(folder: Path, names: Sequence[str] | None = None, *, token_dtype: str | None = None) -> MixedDataset:
-    """Open sources in a folder, by default all; raise `DataError` if their tokenizers differ."""
+    """Open the named sources in a folder, or all sources by default; raise `DataError` if their tokenizers differ."""
     folders = {path.name: path for path in source_folders(folder)}
     if missing := [one_line(name) for name in names or () if name not in folders]:
         known = ", ".join(map(one_line, folders))
