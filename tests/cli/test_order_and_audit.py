@@ -92,7 +92,7 @@ def test_verify_prints_ok_and_the_unanchored_lines(run, log):
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         f"OK: {log}, 6 lines; recomputed the rows of 12 steps",
-        "not covered by any head: 1 line after the last checkpoint",
+        "not covered by a checkpoint or --head: 1 line at the end of the log",
     ]
     code, out, _ = run("audit", "verify", str(log))
     assert code == 0 and out.splitlines()[1].startswith("no --checkpoint or --head was given")

@@ -59,8 +59,8 @@ class Child:
         return f"the child used no CPU time for {IDLE_SECONDS:.0f} seconds" if now - self._at > IDLE_SECONDS else ""
 
     def end(self, cpu_seconds: float = CPU_SECONDS) -> Ended:
-        """Return the result of the child. A child that is stuck prints its stacks and is killed, and the result reports
-        it as broken.
+        """Return the result of the child. A child that is stuck prints its stacks and is killed, and `broke` gives the
+        reason.
         """
         raw, stuck = b"", ""
         while True:

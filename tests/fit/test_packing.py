@@ -55,9 +55,9 @@ def tokens(row: list) -> int:
         ([3, 2, 4], 5, [[2], [0, 1]]),
         # The first row of length 3 goes into the bin with 3 free tokens, not into the bin with 4 free tokens.
         ([6, 7, 3, 3], 10, [[1, 2], [0, 3]]),
-        # Two bins are equally full, so the one opened first is used.
+        # Two bins are equally full, so the bin opened first is used.
         ([6, 6, 2], 8, [[0, 2], [1]]),
-        # Both bins have 1 free token. The bin opened first is used, although the other bin was filled first.
+        # The two bins have 1 free token each. The bin opened first is used, although the other bin was filled first.
         ([14, 12, 7, 5, 1], 20, [[0, 3, 4], [1, 2]]),
         # Five rows of length 2 need three bins; the row of length 1 goes into one of the two fuller bins.
         ([2, 2, 1, 2, 2, 2], 5, [[0, 1, 2], [3, 4], [5]]),

@@ -200,6 +200,6 @@ def test_nodes_without_shared_files_write_the_same_bytes_as_one_process(s3, tmp_
     for sha256 in stored:
         assert hashlib.sha256(read(target / "objects" / sha256)).hexdigest() == sha256
     assert objects.names_below(target / "staging") == []
-    # This process transfers only the metadata and the heads of staged objects, which contain no tokens or spans.
+    # This process transfers only the metadata, and the parts of staged objects before their tokens and spans.
     assert 0 < sum(moved) < 0.05 * sum(stored.values())
     assert sorted(path.name for path in driver.iterdir()) == ["a.jsonl", "b.jsonl", "one"]

@@ -120,7 +120,7 @@ def test_every_message_is_trained_once_as_without_unrolling_and_the_ledger_balan
         at += len(made.rows)
     assert at == len(rows)
     longest = [unroll_record(record, train_on).rows[-1] for record in records]
-    # In the post-training format, each row ends with an EOS token, so every additional row adds one.
+    # In the post-training format, each row ends with an EOS token, so every additional row adds an EOS token.
     ends = len(rows) - len(records) if name == "post-training" else 0
     rendered, repeated = ledger.total("rendered"), ledger.total("repeated")
     assert (rendered.rows, rendered.rows + repeated.rows) == (len(records), len(rows))

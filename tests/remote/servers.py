@@ -44,8 +44,8 @@ def started(program: str, *words: str) -> Iterator[int]:
             assert server.stdout is not None
             yield int(server.stdout.readline())
         finally:
-            # The server process stops the programs that it started when its stdin is closed. If it were killed, these
-            # programs would keep running.
+            # Close stdin, so that the server process stops the programs that it started. If the server process were
+            # killed, the programs would keep running.
             assert server.stdin is not None
             server.stdin.close()
             try:

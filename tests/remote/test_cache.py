@@ -111,8 +111,8 @@ def test_an_object_with_a_wrong_hash_is_one_error_line_and_leaves_nothing(size, 
     with pytest.raises(RemoteError) as error:
         fetched(each)
     assert str(error.value) == (
-        f"memory://cache-tests/wrong: the sha256 is {other.sha256[:12]}…, but the dataset records {each.sha256[:12]}…; "
-        "the object was changed or damaged; upload the dataset again"
+        f"memory://cache-tests/wrong: the sha256 is {other.sha256[:12]}…, but the dataset records {each.sha256[:12]}…, "
+        "so the object was changed or damaged; upload the dataset again"
     )
     assert [list((folder / name).iterdir()) for name in ("objects", "partial", "locks")] == [[], [], []]
 

@@ -113,8 +113,8 @@ def test_a_weight_that_only_flagged_answers_contain_is_refused(tmp_path, monkeyp
     with pytest.raises(UsageError) as refused:
         reweigh_dataset("v1", "v2", train_on="assistant")
     assert str(refused.value) == (
-        "v1: the record weight of chat.jsonl:1 is unknown, because no token of the conversation is trained by role; "
-        "prepare the dataset with --train-on assistant instead"
+        "v1: the record weight of chat.jsonl:1 is unknown, because no trained token of the conversation has this "
+        "weight; prepare the dataset with --train-on assistant instead"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chat.jsonl", "v1"]
 

@@ -117,8 +117,8 @@ def test_with_float32_weights_the_first_step_equals_adamw(eight_bit):
 
 
 def test_small_moments_do_not_cause_large_updates_of_a_row_without_gradients():
-    # The moments are tiny compared with the largest of their block, and later gradients are 0: m / (√v + ε) must not
-    # explode.
+    # The moments are tiny compared with the largest moment in their block, and later gradients are 0, but m / (√v + ε)
+    # must not explode.
     weight = torch.nn.Parameter(torch.zeros(16, 256))
     optimizer = LowPrecisionAdamW([weight], lr=0.1, betas=(0.9, 0.95), eps=1e-8, eight_bit=True)
     weight.grad = 10.0 ** torch.linspace(-12, 0, 256).expand(16, -1).clone()

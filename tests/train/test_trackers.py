@@ -299,7 +299,7 @@ def test_a_refused_start_ends_the_other_trackers_and_leaves_no_files(sums_data, 
 def test_damaged_ids_are_a_one_line_error(sums_data, tmp_path):
     folder = run(sums_data, tmp_path, trackers=[Recorder()], max_iters=2).folder
     (folder / "trackers.json").write_text('{"own": 3}')
-    with pytest.raises(UsageError, match=r"trackers\.json: is damaged; expected an id for each tracker"):
+    with pytest.raises(UsageError, match=r"trackers\.json: does not contain an id for each tracker"):
         run(sums_data, tmp_path, trackers=[Recorder()], resume="auto", max_iters=4)
 
 

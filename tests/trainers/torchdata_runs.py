@@ -45,7 +45,7 @@ def losses(dataset: Path, model: Path) -> list[float]:
 
 
 def on_two_ranks(dataset: Path, model: Path) -> dict[str, Any]:
-    # The first loader reads its rank from torchrun's variables, and the later ones from torch.distributed.
+    # The first loader reads its rank from torchrun's variables, and the later loaders from torch.distributed.
     before = batches(dataset, steps=50, workers=0)
     dist.init_process_group("gloo")
     return {0: before, 2: batches(dataset, steps=50, workers=2), "losses": losses(dataset, model)}

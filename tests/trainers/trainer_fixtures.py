@@ -1,4 +1,4 @@
-"""A dataset, a model, chatmill's own batches and losses, and ranks, for the tests with other trainers.
+"""Datasets, models, chatmill's own batches and losses, and a launcher for ranks, for the tests with other trainers.
 
 The fixtures `plain`, `weighted` and `model_folder` of conftest.py are created here. torchtitan's environment does not
 have transformers, so it is imported only where a model is created.

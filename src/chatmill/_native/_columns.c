@@ -1,8 +1,8 @@
 /* Parse lines of conversations in the common form into columns, without creating an object for each message.
 
    A line has the common form if it is {"messages": [{"role": …, "content": …}, …]}, with or without an id, and every
-   other accepted key is null. Parsing stops before the first line in another form, which Python must parse. Parsed
-   lines are written as MessagePack. Record keys are computed from these bytes. */
+   other accepted key is null. Parsing stops before the first line that does not have the common form, and Python
+   parses that line. Parsed lines are written as MessagePack, from which record keys are computed. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -353,8 +353,8 @@ typedef struct {
     size_t size;
 } Key;
 
-/* Return the end of the string whose first character is at `at`, or NULL if it is not closed. Set `escaped` if it
-   contains a backslash. */
+/* Return the end of the string whose first character is at `at`, or NULL if the string is not closed. Set `escaped` if
+   the string contains a backslash. */
 static const uint8_t *skip_string(const uint8_t *at, const uint8_t *end, int *escaped) {
     for (; at < end && *at != '"'; at++)
         if (*at == '\\') {

@@ -53,7 +53,7 @@ def verify(
         list[str] | None,
         typer.Option(
             metavar="HASH",
-            help="Hash of an earlier last line (head), which the log must still contain. May be repeated.",
+            help="Hash of a line that the log must contain, as stored in a checkpoint. May be repeated.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -88,7 +88,8 @@ def verify(
         if not heads and not states:
             typer.echo("no --checkpoint or --head was given, so a truncated or rewritten log would not be detected")
         elif result.unanchored:
-            typer.echo(f"not covered by any head: {counted(result.unanchored, 'line')} after the last checkpoint")
+            lines = counted(result.unanchored, "line")
+            typer.echo(f"not covered by a checkpoint or --head: {lines} at the end of the log")
     if result.fault is not None:
         raise typer.Exit(1)
 

@@ -55,7 +55,7 @@ def stats(
     """Print statistics of a dataset: rows, tokens, trained tokens by role and source, lengths, packing, and the ledger.
 
     For each block size, `fill` is the share of tokens that are not padding, with one episode per row and with packing.
-    Episodes longer than the block are truncated at the start.
+    Episodes that are too long for a row of this size are truncated at the start.
 
     \b
     Examples:

@@ -18,14 +18,14 @@ from chatmill.load.stored_rows import look_up, row_table
 from chatmill.rows import Index
 
 LOOKUP_POSITIONS, CHUNK_POSITIONS = 1 << 21, 1 << 15
-"""Maximum number of positions of x to look up together, and to copy as one chunk. A single batch is never split."""
+"""Maximum number of positions per call to `look_up`, and per call to `build`. A single batch is never split."""
 LOOKUP_BATCHES = 256
-"""Maximum number of batches that are looked up together."""
+"""Maximum number of batches per call to `look_up`."""
 BYTES_PER_POSITION = 30
 """Minimum size of the arrays of a batch, in bytes per position."""
 
 Output = Callable[[Batch, Sequence[int]], tuple[list[Batch], Callable[[], None] | None]]
-"""Function that splits arrays like `split_batches` and converts them to the type that the loader returns.
+"""Function that splits arrays into batches, as `split_batches` does, and converts them to the loader's output type.
 
 The second return value is None, or a function to call when the loader returns a batch.
 """
@@ -40,7 +40,7 @@ class ReadyBatch(NamedTuple):
     digest: NDArray[np.uint64] | None
     """The sum of the batch's row digests, or None without a listener."""
     source_counts: Index | None
-    """The counts per source, or None without a listener or a mix."""
+    """Number of rows, tokens or trained tokens from each source; None without a listener or without a mix."""
     on_return: Callable[[], None] | None
 
 

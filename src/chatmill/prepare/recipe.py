@@ -1,4 +1,4 @@
-"""Recipes: jobs as YAML or TOML files, with several sources that have their own settings.
+"""Recipes: YAML or TOML files that describe a job with several sources, each with its own settings.
 
 tokenizer: tokenizer.json
 max_tokens: 2048
@@ -72,7 +72,7 @@ def _without_flags(text: str) -> str:
 
 
 def named(sources: Sequence[InputSource], faults: list[str]) -> list[InputSource]:
-    """Name each source without a name after its first input; add a fault if that is not possible."""
+    """Name each unnamed source after its first input; add a fault if the input does not yield a name."""
     for number, source in enumerate(sources):
         if source.name is None and not _input_name(source.inputs[0]):
             faults.append(f'source {number} ("{one_line(source.inputs[0])}") has no name; give it a `name`')

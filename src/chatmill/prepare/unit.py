@@ -85,7 +85,7 @@ class Done:
     faults: tuple[RecordError, ...]
     read: BytesRead
     heads: tuple[bytes, ...] = ()
-    """Heads of the staged files, if the files are objects; see `staging`."""
+    """For units staged in an object store: the bytes of each staged file before its tokens and spans."""
     resumed: bool = False
     """Whether the unit was completed by an interrupted build."""
 
@@ -133,7 +133,7 @@ def run_unit(
 ) -> Done:
     """Read, render and fit one unit. With `on_error` "stop", raises the first error of the unit.
 
-    `read` yields the records of the part, like `read_blocks`.
+    `read` is called like `read_blocks`, and yields the records of the unit.
     """
     records = _Records(unit, job, renderer, read)
     vocab_size = renderer.tokenizer.vocab_size

@@ -9,7 +9,8 @@
 An object is downloaded to a temporary file, hashed, and then renamed, so a killed download never leaves an incomplete
 object. If several processes need an object, one of them downloads it and the others wait. When the cache exceeds
 $CHATMILL_CACHE_SIZE, the objects with the oldest access times are removed. The modification time of a cached file is
-derived from the object's hash. A file with any other modification time was modified, and is hashed again before use.
+derived from the object's hash. If the modification time of a cached file does not match the hash, the file is hashed
+again before use.
 """
 
 from __future__ import annotations
@@ -140,8 +141,8 @@ def _download(url: Url, size: int, sha256: str, path: Path, is_stopped: Callable
                 partial.replace(path)
                 return
         raise RemoteError(
-            f"{shown(url)}: the sha256 is {digest[:12]}…, but the dataset records {sha256[:12]}…; "
-            "the object was changed or damaged; upload the dataset again"
+            f"{shown(url)}: the sha256 is {digest[:12]}…, but the dataset records {sha256[:12]}…, "
+            "so the object was changed or damaged; upload the dataset again"
         )
     finally:
         partial.unlink(missing_ok=True)
@@ -301,7 +302,7 @@ def local_copy(url: Url, *, leave_out: tuple[str, ...] = (), limit: int | None =
             raise DataError(f"{shown(each)}: is {described.size:,} bytes; expected at most {limit:,}")
     folder = cache_folder()
     listed = [(name, each.size, each.version) for name, (_, each) in sorted(files.items())]
-    # Without versions from the server, a change in content cannot be detected, so always make a new copy.
+    # If the server reports no versions, a change in content cannot be detected, so always make a new copy.
     changing = "" if all(each.version for _, each in files.values()) else str(time.time_ns())
     key = hashlib.sha256(repr((url.address, listed, changing)).encode()).hexdigest()
     place = folder / "copies" / key

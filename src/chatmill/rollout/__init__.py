@@ -1,4 +1,4 @@
-"""Train a model on its own answers, completed with the objects that they miss.
+"""Train a model on its own answers, with the missed objects appended.
 
     build_target, Target, PartWeights             a training row from a rollout: its kept prefix and the missed objects
     build_answer                                  a training row with the true answer

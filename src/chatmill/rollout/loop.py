@@ -166,7 +166,8 @@ class _RolloutRun:
         changes = config_changes(checkpoint, config, [name for name in config if name not in MAY_CHANGE])
         if (theirs := checkpoint.state.get("truth_sha256")) != self.truth_sha256:
             changes.append(
-                f"{shown(place(self.config.truth or ''))} was {str(theirs)[:12]}…, but is now {self.truth_sha256[:12]}…"
+                f"the hash of {shown(place(self.config.truth or ''))} was {str(theirs)[:12]}…, "
+                f"but is now {self.truth_sha256[:12]}…"
             )
         if changes:
             raise UsageError(f"{checkpoint.path}: {'; '.join(changes)}; resume with the original settings")

@@ -65,7 +65,7 @@ class PeerRow:
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of tokens in both loss masks, in one of them, or in neither. A token that is in both rows counts once."""
+    """Numbers of tokens in both loss masks, in one of them, or in neither. A token in both rows is counted once."""
 
     both: int = 0
     only_chatmill: int = 0
@@ -195,7 +195,8 @@ def _mask_differences(
 ) -> Iterator[TokenDifference]:
     """Yield the differences between the loss masks of a block in which both rows have equal ids.
 
-    A difference is a run of tokens within one span that only one mask includes, or all tokens that the peer truncates.
+    A difference is a run of tokens within one span that only one mask includes, or all tokens that the other
+    library truncates.
     """
     gone = np.arange(peer_start, peer_start + len(ours)) >= peer.kept
     differs = (ours != theirs) | gone
@@ -203,7 +204,7 @@ def _mask_differences(
         return
     edges = row.span_start[(row.span_start > start) & (row.span_start < start + len(ours))] - start
     if gone.any():
-        # Do not split truncated tokens by span, because all have the same reason.
+        # Do not split truncated tokens by span, because they all have the same reason.
         at = int(gone.argmax())
         edges = np.append(edges[edges < at], at)
     runs = mask_runs(differs, np.concatenate(([0], edges, [len(ours)])).astype(np.int64))

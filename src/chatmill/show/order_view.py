@@ -143,7 +143,7 @@ def rows_at(log: Path, step: int, dataset: Place, sources: Sequence[str] | None 
 def in_whole(sources: Sequence[DataSource], split: str, episodes: Index) -> Index:
     """Convert episode indices in some sources of a dataset to indices in the whole dataset.
 
-    If the sources are whole datasets, the indices do not change.
+    Indices in whole datasets are returned unchanged.
     """
     whole = sources[0].dataset.whole
     if whole is None:
@@ -184,7 +184,7 @@ def replayed_rows(replayed: ReplayedStep, tokenizer: Tokenizer | None) -> Iterat
         real = batch.segments[number] < len(episodes)
         ids, segments = batch.x[number][real].tolist(), batch.segments[number][real].tolist()
         mask = [0, *batch.loss_mask[number][real].astype(int).tolist()]
-        # A full row has one more token than x. The id of that token is known only if the token is predicted.
+        # A full row has one more token than x; the id of this last token is known only if the token is predicted.
         if real.all() and mask[-1]:
             ids.append(int(batch.y[number][-1]))
             segments.append(segments[-1])

@@ -29,7 +29,7 @@ NOTES = {
     Rule.EARLIER_ROW: "trained in an earlier row",
     Rule.RANGE: "partly weighted by train_ranges",
 }
-"""Notes for turns that have spans with these rules."""
+"""Maps the rule of a span to the note that is shown on its turn."""
 
 TOOL_DEFINITION = re.compile(
     r'"(?:parameters|input_schema)"\s*:|"type"\s*:\s*"function"|namespace functions\b|\bdeclaration:\w|<parameters>'
@@ -187,7 +187,7 @@ class MessageTurn:
     trained: int
     notes: tuple[str, ...]
     missing: tuple[int, int] | None
-    """The first and last of the messages before this turn that are missing because the row was truncated."""
+    """Indices of the first and last message that truncation removed before this turn."""
 
 
 def turns(row: Rows, segment: int) -> Iterator[MessageTurn]:

@@ -161,7 +161,7 @@ def _count(
     *,
     segments: bool = False,
 ) -> None:
-    """Add the numbers of tokens and trained tokens of each code to the table, under the code's name."""
+    """Add the tokens and trained tokens of each role, rule or source (`codes`) to the table, under its name."""
     occurrences = np.bincount(codes)
     token_sums, trained_sums = (np.bincount(codes, weights=values) for values in (tokens, trained))
     for code in np.flatnonzero(occurrences).tolist():

@@ -182,7 +182,7 @@ class Viewer:
             raise DataError(f"the index could not be built: {index.error}")
         if q and self._view.without_text is not None:
             raise DataError(f"no text to search: {self._view.without_text}")
-        # The cache key includes the number of indexed episodes, because the mask grows with the index.
+        # The cache key includes the number of indexed episodes, because the filter mask gets longer as the index grows.
         kept = None if is_open else self._mask(index, wanted, index.filtered)
         if sort:
             # The list is empty until all episodes are indexed, because sorting requires all of them.

@@ -1,9 +1,9 @@
 """Find the record weights of stored conversations.
 
-A dataset has no column for the weight of a record: only the tokens that are trained by role have this weight. If all
-tokens of a conversation are context, or are trained only by their own `weight` or `train_ranges`, the conversation does
-not contain the weight of its record. Blocks and rows made by `--fit windows` contain parts of conversations, so another
-part of the conversation may contain the weight.
+A dataset has no column for the weight of a record. Only tokens that are trained by the rule `role` have the weight of
+their record. If the rule `role` trains no token of a conversation, the conversation does not contain the weight of its
+record. Blocks and rows made by `--fit windows` contain parts of conversations, so another row may contain the weight of
+the record.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ Chunk = tuple[Table, Index, Table]
 
 @dataclass(frozen=True)
 class RecordWeights:
-    """The record weights of conversations that have no tokens trained by role, but get some with the new mask
-    `train_on`.
-    """
+    """Record weights of the conversations in which the rule `role` trains tokens only with the new mask `train_on`."""
 
     keys: Keys
     """The origins of the conversations as bytes, sorted."""
@@ -40,9 +38,7 @@ class RecordWeights:
         return np.frombuffer(self.keys[np.isnan(self.weights)].tobytes(), dtype=ORIGIN)
 
     def of(self, spans: Table, first_span: Index, origins: Table) -> Weights:
-        """Return the record weight of each conversation in a chunk; the weight is 1 for conversations without tokens
-        that are trained by role.
-        """
+        """Return the record weight of each conversation in a chunk, or 1 if the new mask does not use the weight."""
         weights = weights_by_role(spans, first_span)
         missing = np.flatnonzero(weights == 0)
         at, matches = _find(self.keys, _keys(origins[missing]))
@@ -66,7 +62,7 @@ def find_record_weights(chunks: Callable[[], Iterator[Chunk]], train_on: TrainOn
 
 
 def _is_missing(spans: Table, first_span: Index, train_on: TrainOn) -> NDArray[np.bool_]:
-    """Return which conversations have no tokens trained by role, but get some with the new mask `train_on`."""
+    """Return in which conversations the rule `role` trains tokens only with the new mask `train_on`."""
     gains = select(spans, first_span, train_on) & (spans["rule"] == Rule.ROLE)
     gained = np.diff(offsets(gains)[first_span])
     missing: NDArray[np.bool_] = (gained > 0) & (weights_by_role(spans, first_span) == 0)

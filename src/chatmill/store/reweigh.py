@@ -50,7 +50,7 @@ class Reweighed:
     untrained: int
     """Number of conversations without trained tokens under the new mask."""
     linked: int
-    """Number of files that both datasets share."""
+    """Number of files that the two datasets share."""
     copied: int
     """Number of files that were copied because they could not be shared."""
 
@@ -140,8 +140,8 @@ class _Reweigher:
             more = f" (and of {len(unknown) - 1:,} more)" if len(unknown) > 1 else ""
             raise UsageError(
                 f"{self._dataset.path}: the record weight of {one_line(record, None)}{more} is unknown, because no "
-                f"token of the conversation is trained by role; prepare the dataset with --train-on {self._train_on} "
-                "instead"
+                "trained token of the conversation has this weight; prepare the dataset with "
+                f"--train-on {self._train_on} instead"
             )
 
     def _shard(self, episodes: Episodes, number: int, folder: Path, info: ShardInfo) -> ShardInfo:
@@ -222,7 +222,7 @@ def _span_chunks(episodes: Episodes, number: int) -> Iterator[Chunk]:
 
 
 def _changes_prompts(metadata: Metadata | None, train_on: TrainOn) -> bool:
-    """Whether the mask of prompts in texts without turns changes. Only the mask `all` includes prompts."""
+    """For the format `text`, whether the weights of prompts change. Only the mask `all` includes prompts."""
     if metadata is None or metadata.format.get("name") != "text":
         return False
     config = metadata.config
@@ -234,8 +234,8 @@ def _changes_prompts(metadata: Metadata | None, train_on: TrainOn) -> bool:
 
 
 def _has_joined_prompt(table: Table) -> bool:
-    """Whether prompts have the role of their completions, because the tokenizer encodes both as one text. In that case,
-    a range sets the weight of the prompt.
+    """Whether the tokenizer encodes each prompt and its completion as one text. The prompt then has the role of the
+    completion, and a range sets the weight of the prompt.
     """
     is_range = (table["rule"] == Rule.RANGE) & (table["message"] == 1)
     return bool(np.any(is_range) and not np.any(table["role"] == Role.USER))
@@ -252,7 +252,7 @@ def _mask(table: Table) -> Iterator[NDArray[np.uint8]]:
 
 
 def changed(path: Place) -> DataError:
-    return DataError(f"{path}: does not match the metadata; the file was changed; run chatmill verify --full")
+    return DataError(f"{path}: does not match the metadata, so the file was changed; run chatmill verify --full")
 
 
 def _ledger(parent: Ledger, splits: dict[str, SplitInfo], untrained: LedgerEntry) -> Ledger:

@@ -64,9 +64,8 @@ def block_mask(start: Tensor) -> BlockMask:
     """Return the mask of `dense_mask` as a FlexAttention block mask, without computing the (length, length) matrix.
 
     A query attends to the keys from the start of its segment up to itself. Segment starts never decrease along a row,
-    so a block of queries needs one contiguous range of key blocks. In this range, the diagonal block and the key blocks
-    that start before the last query's segment need masking. In the other key blocks of the range, every query attends
-    to every key.
+    so a block of queries needs one contiguous range of key blocks. Only the diagonal block, and key blocks that start
+    before the segment of the last query, need a mask; every query attends to all keys in the remaining key blocks.
 
                  first   whole     own
         blocks     | mask  | full   | mask

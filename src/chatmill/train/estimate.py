@@ -5,7 +5,7 @@
     workspace                        the logits of a chunk and their gradients, or the backward pass of one layer
 
 Memory can peak in the loss, in the backward pass of the last or the first layer, in the gradient of the embedding, or
-in the optimizer step. The estimate is the largest of all these possible peaks.
+in the optimizer step; the estimate is the highest of these peaks.
 """
 
 from __future__ import annotations
@@ -260,8 +260,8 @@ def _by_matrices(weights: Sequence[WeightShape], length: int, size: int) -> tupl
 
 
 def _state_bytes(shape: ModelShape, config: TrainConfig) -> dict[str, tuple[int, int]]:
-    """Return the bytes of optimizer state for each trained weight, in tensors and in scalars. The real optimizer
-    creates this state on fake tensors.
+    """Return the bytes of optimizer state for each trained weight, in tensors and in scalars, as the real optimizer
+    creates it on fake tensors.
     """
     from chatmill.train.activations import few_fake_layers
 
@@ -409,8 +409,8 @@ def _optimizer_workspace(config: TrainConfig, trained: Sequence[WeightShape], *,
 
 
 def _gathered(weights: Sequence[WeightShape], size: int | None) -> float:
-    """Return the bytes that FSDP needs for gathered weights and unreduced gradients. FSDP gathers all weights outside
-    layers, and two layers in compute precision.
+    """Return the bytes that FSDP needs for gathered weights and unreduced gradients. FSDP gathers all weights that are
+    not in layers, and the weights of two layers in compute precision.
     """
     layers: dict[int, float] = {}
     for each in weights:

@@ -116,8 +116,8 @@ def check_shapes(files: ModelFiles, config: Any, weights: WeightPrecision, *, sh
     except (NotImplementedError, RuntimeError) as error:
         if "meta tensor" not in str(error):
             raise
-        # A few constructors compute with tensor values, which the meta device does not support. For these
-        # architectures, use the tensor sizes in the files.
+        # A few constructors compute with tensor values, which the meta device does not support, so use the tensor sizes
+        # in the files instead.
         dtypes = weight_dtypes(files, {}, kept)
         sizes = {name: tensor.size for name, tensor in files.tensors.items()}
     else:

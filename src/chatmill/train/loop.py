@@ -42,14 +42,14 @@ from chatmill.train.trackers.reporter import named_trackers
 from chatmill.train.untrained import UntrainedSteps
 
 CUT_COUNTS = ("cut_episodes", "cut_tokens", "answer_cut")
-"""Names of the loader's counts for episodes that are longer than a row."""
+"""Names of the loader's counters for episodes that are longer than a row."""
 
 
 OnStep = Callable[[StepRecord], None]
 """A function that is called on every rank after each step."""
 OnEval = Callable[[CausalModel, int], Mapping[str, float]]
-"""A function that is called on rank 0 after each evaluation, with the model and the step. The values that the function
-returns are added to the metrics.
+"""A function that is called on rank 0 after each evaluation, with the model and the step; its return values are
+added to the metrics.
 """
 OpenText = Callable[[Place], TokenText | None]
 """A function that opens the decoder for a dataset's tokens, or returns None if the dataset has no tokenizer."""
@@ -76,8 +76,8 @@ def train_model(
     config.
 
     `resume` is a checkpoint folder, or `auto` for the newest checkpoint of the run, if it has one. `model` replaces the
-    model in the config, and `loss` replaces weighted cross entropy. `watch` is called after every step, `on_eval` after
-    every evaluation. Sample answers are shown if `open_text` returns a decoder. The run reports to `trackers` in
+    model in the config, and `loss` replaces weighted cross entropy. `watch` is called after every step, and `on_eval`
+    after every evaluation. Sample answers are shown if `open_text` returns a decoder. The run reports to `trackers` in
     addition to the trackers in `report_to`. At the end of the run, the trackers also receive the HTML page that
     `report_page` returns. `notes` are printed when the run starts. `quiet` turns off all printed output.
 

@@ -31,8 +31,8 @@ MULTIPLE = 128
 class TrainedPositions:
     """The trained positions of a batch, computed on the host, so that the host never waits for the device.
 
-    The positions are padded to a multiple of MULTIPLE with positions of weight 0. Even a batch without trained tokens
-    has padding positions, so its loss and gradients are zero.
+    The positions are padded to a multiple of MULTIPLE with positions of weight 0. A batch without trained tokens has
+    only padding positions, so its loss and gradients are zero.
     """
 
     index: Tensor
@@ -114,8 +114,8 @@ def trained_states(hidden: Tensor, targets: TrainedPositions) -> Tensor:
 
 
 def by_segment(losses: Losses, targets: TrainedPositions, segments: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return Σ weight · loss and Σ weight for each segment, as (rows, count) tensors. The loss of a segment is the
-    first sum divided by the second.
+    """Return Σ weight · loss and Σ weight for each segment, as (rows, count) tensors. The loss of a segment is
+    (Σ weight · loss) / Σ weight.
     """
     place = targets.index
     cell = place // segments.shape[1] * count + segments.flatten()[place]
@@ -149,8 +149,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        # Write the result directly in the dtype of the parameter. A float32 copy would take twice the memory of a
-        # bfloat16 result.
+        # Write the gradient directly in the dtype of the parameter: a float32 copy of a bfloat16 gradient would take
+        # twice the memory of the gradient.
         scaled = (
             None if saved is None else torch.mul(saved, grad, out=torch.empty_like(saved, dtype=dtype))
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)

@@ -22,7 +22,7 @@ WAYS = {
 
 
 class Known(dict[tuple[tuple[str, bytes], ...], str]):
-    """The hash or the faults of each dataset, by its content, so that equal datasets are checked only once."""
+    """Maps the content of a dataset to its hash or its faults, so that equal datasets are checked only once."""
 
     def of(self, path: Path) -> str:
         key = tuple(contents(path).items())

@@ -146,9 +146,7 @@ class Case:
 
 
 def sweep(cases: Sequence[Case], size: int, seed: int, tally: Tally, kinds: Sequence[str] = KINDS) -> None:
-    """Try the cases with all failures of these kinds of calls, or with `size` failures that alternate between the
-    kinds.
-    """
+    """Run the cases with up to `size` failing calls, one at a time, in random order and alternating between `kinds`."""
     failures: dict[str, list[tuple[Case, Failure, Any]]] = {kind: [] for kind in kinds}
     for case in cases:
         counts, right = case.undisturbed()

@@ -142,7 +142,7 @@ def train(dataset: Path, load: Mapping[str, Any], **settings: Any) -> dict[str, 
 
 
 def two_rank_runs(dataset: Path, load: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Do a run of 50 steps and a run that resumes it from step 21, in the same processes, because starting them is
+    """Train for 50 steps, then resume from step 21. Both runs use the same processes, because starting processes is
     slow.
     """
     settings = {

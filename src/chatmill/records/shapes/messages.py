@@ -254,7 +254,7 @@ class _Parts:
             what = f"{part.owner} has a weight on role {self.role}"
             raise RecordError(what, "expected weights on parts only in assistant messages", kind="weight")
         if own is not None and text and weight != 0:
-            # As in Axolotl, a message with weight 0 overrides its parts.
+            # As in Axolotl, weight 0 on a message overrides the weights of its parts.
             self.ranges.append((len(self.text), len(self.text) + len(text), own))
         self.text += text
 

@@ -129,9 +129,7 @@ def read_ids(path: Path) -> dict[str, str]:
     except (OSError, ValueError, RecursionError):
         ids = None
     if not isinstance(ids, dict) or not all(isinstance(id, str) for id in ids.values()):
-        raise UsageError(
-            f"{path}: is damaged; expected an id for each tracker; remove the file to start new tracker runs"
-        )
+        raise UsageError(f"{path}: does not contain an id for each tracker; remove the file to start new tracker runs")
     return ids
 
 

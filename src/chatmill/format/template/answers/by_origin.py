@@ -94,7 +94,7 @@ class _OriginSearch:
         self.render_traced, self.tokens, self.prompt_ends = render_traced, tokens, prompt_ends
         self.ends, self.eos = ends, eos
         self.places = list(accumulate((len(piece.text) for piece in full.pieces), initial=0))
-        """Start offset of each piece. The last entry is the length of the text."""
+        """Start offset of each piece, followed by the length of the text."""
         self.fields = [at for at, piece in enumerate(full.pieces) if piece.source is not None]
         self.visited = {
             piece.owner
@@ -103,9 +103,11 @@ class _OriginSearch:
         }
         """Messages whose loop iteration outputs a field of another message."""
         self.known_starts: dict[str, tuple[str, int]] = {}
-        """Maps the literals before an answer to the end of the prompt and the length of the prefix that both share."""
+        """Maps the literals before an answer to the end of the prompt, and to the length of the common prefix of the
+        literals and the end of the prompt.
+        """
         self.known_closings: dict[str, int] = {}
-        """Maps the literals after an answer, starting at a control token, to the length of its closing part."""
+        """Maps the literals after an answer, from the first control token on, to the number of closing characters."""
 
     def answer(self, message: int) -> AnswerSpan:
         start = self._start(message)
@@ -217,7 +219,7 @@ class _OriginSearch:
         return prompt_end[self._common(prompt_end, without) :]
 
     def _anchor(self, message: int, source: FieldPath | None, own: int) -> int:
-        """Return the index of the last piece, before the answer, that comes from the last field of the prompt."""
+        """Return the index of the last piece before the answer that comes from the last field of the prompt."""
         if source is None:
             return -1
         anchor = max((at for at in self.fields if at < own and self.pieces[at].source == source), default=None)
@@ -283,7 +285,7 @@ class _OriginSearch:
             return self.full
 
     def _owned(self, message: int, begin: int, literals: str) -> str | None:
-        """Return the literals after `begin` in the loop iteration of this message, or None outside message loops."""
+        """Return the literals after `begin` from the loop iteration of this message; None outside message loops."""
         first = next((at for at in range(len(self.pieces)) if self.places[at + 1] > begin), None)
         if first is None:
             return ""

@@ -122,7 +122,7 @@ class Observations:
         return Rendered(record, text_of(len(record.messages), False), rows, answers, notes)
 
     def differs(self, one: Rendered) -> bool:
-        """Whether the peer and the renderer return different ids.
+        """Whether the other library and the renderer return different ids.
 
         Rows whose message texts contain control tokens are not compared.
         """

@@ -18,7 +18,7 @@ Range = tuple[int, int]
 
 
 class Kind(IntEnum):
-    """The type of a slot's value."""
+    """The type of the values that a step function takes or returns."""
 
     TEXT = 0
     PARTS = 1
@@ -62,8 +62,9 @@ def cut_ranges(lengths: Sequence[int], ranges: Sequence[Range]) -> list[list[tup
 def cut_pattern(*args: Any) -> tuple[Any, ...]:
     """Slice a text of several pieces with a string method.
 
-    Return two tuples: the (index, literal or None) pairs of each slice, and the texts that replace the Nones. `count`
-    is the expected number of slices; if the actual number differs, both results are empty.
+    Return two tuples. The first contains the pieces of each slice as (index, literal), with None for pieces that are
+    not literals. The second contains the texts of the pieces that are not literals. `count` is the expected number of
+    slices; if the actual number differs, both tuples are empty.
     """
     *values, name, method_args, pattern, count = args
     given = iter(values)
@@ -82,8 +83,8 @@ def cut_pattern(*args: Any) -> tuple[Any, ...]:
 def begins_with(*args: Any) -> bool:
     """Whether the text of a pattern begins with the text of another pattern.
 
-    The arguments before the two patterns replace the Nones in the patterns. For speed, only the compared part of the
-    text is built.
+    The last two arguments are the patterns, and the arguments before them replace the Nones in the patterns. For speed,
+    only the compared part of the text is built.
     """
     *values, pattern, other = args
     given = iter(values)
@@ -164,7 +165,7 @@ STEP_FUNCTIONS: dict[str, StepFunction] = {
     "part": StepFunction(operator.getitem, Kind.PARTS, Kind.TEXT),
     "cut_pattern": StepFunction(cut_pattern, gives=Kind.CUTS),
     "cut_text": StepFunction(_cut_text, Kind.CUTS, Kind.TEXT),
-    # Functions for conditions that a template observes, which become guards.
+    # Functions for the conditions that a template tests; these conditions become guards.
     **{name: StepFunction(getattr(str, name)) for name in OBSERVED},
     **{name: StepFunction(getattr(operator, name)) for name in ("eq", *ORDERED, "contains")},
     **{
