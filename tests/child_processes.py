@@ -76,7 +76,7 @@ def start_in(
     streams: Mapping[int, int],
     time_limit: float = TIME_LIMIT,
 ) -> BaseProcess:
-    """Start `work` in a new process. `streams` maps 0, 1 and 2 to open descriptors."""
+    """Start `work` in a new process. `streams` maps the descriptors 0, 1 and 2 to open file descriptors."""
     # Only `Connection` objects can send descriptors to the server's children.
     sent = {number: Connection(os.dup(file)) for number, file in streams.items()}
     child = _server().Process(

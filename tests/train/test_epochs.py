@@ -133,7 +133,7 @@ def test_an_epoch_of_a_mix_has_as_many_rows_as_its_sources_together(mix, by, dro
     # `large` has 46 rows and `small` 17, so two epochs are 126 rows.
     assert found.steps == (25 if drop else 26)
     if by == "rows":
-        # A third of the 126 rows are from `large`: 42 / 46 of a pass.
+        # A third of the 126 rows, 42 rows, are from `large`, which is 42 / 46 of a pass over `large`.
         assert found.notes == [
             "2 epochs of the mix correspond to these passes over each source: large 0.913, small 4.94"
         ]
@@ -221,7 +221,10 @@ def test_accumulation_is_as_close_as_possible_to_tokens_per_step(tokens, rows, b
     assert chosen.batch_size == rows * steps and chosen.tokens_per_step is None
     away = abs(tokens - steps * rows * block)
     assert all(away <= abs(tokens - other * rows * block) for other in (max(1, steps - 1), steps + 1))
-    assert note.startswith(f"tokens_per_step {tokens}: {steps} × {rows} rows of {block}")
+    assert note.startswith(
+        f"tokens_per_step {tokens}: gradient_accumulation_steps is {steps}, "
+        f"with {rows} rows of {block} tokens per micro-batch"
+    )
     assert chosen.with_accumulation() == (chosen, [])
 
 
@@ -233,7 +236,8 @@ def test_tokens_per_step_trains_like_the_batch_size_it_chooses(sums_data, tmp_pa
     train_model(
         config(**{**stated, "max_iters": 3}, **audit), model_name="run", dataset_dir=sums_data, out_dir=tmp_path
     )
-    assert "tokens_per_step 384: 4 × 2 rows of 48\n" in capsys.readouterr().err
+    note = "tokens_per_step 384: gradient_accumulation_steps is 4, with 2 rows of 48 tokens per micro-batch\n"
+    assert note in capsys.readouterr().err
     flags = {"model_name": "run", "out_dir": str(tmp_path), "resume": "auto"}
     run({**flags, "tokens_per_step": "384", "batch_size": "2", "max_iters": "4"})
     run({**flags, "tokens_per_step": "384", "max_iters": "5"})

@@ -63,7 +63,7 @@ def turns_of(rows: Rows) -> TurnTable:
 
 @dataclass(frozen=True)
 class ExchangeTable:
-    """The start of each turn, whether the turn starts an exchange, and the end of each row's head."""
+    """Turns with their starts, rows and exchanges, and the end of the head of each row."""
 
     start: Index
     row: Index

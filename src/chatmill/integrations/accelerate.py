@@ -66,7 +66,7 @@ def train_loader(
 
 
 class AcceleratorBatches:
-    """The micro-batches of a run on one rank, in the Hugging Face convention.
+    """The micro-batches of a run on one rank, in the format that Hugging Face models expect.
 
     A micro-batch is a dict with the columns from `causal_lm_columns` and the value `step_weight`.
     """

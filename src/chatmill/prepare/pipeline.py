@@ -175,7 +175,7 @@ def units_of(
 
 
 def relative_names(paths: Sequence[Place]) -> list[str]:
-    """Return file names that do not depend on where the files are.
+    """Return file names that do not depend on the location of the files.
 
     If all local paths are relative, they are kept; otherwise they become relative to their common parent folder. URLs
     become relative to their own common parent, unless there are also local files. Standard input is `-`.

@@ -47,8 +47,8 @@ def rejects_path(output: Place | None) -> Path:
 
 
 class Rejects:
-    """Writes a JSONL file of rejected records, and counts them by kind. Call the object with the error of each rejected
-    record.
+    """Writes a JSONL file of rejected records, and counts them by kind. To reject a record, call the object with the
+    record's error.
 
     Each line has file, line, id, kind, reason (the error message) and the beginning of the record. The rejects file is
     written when the `with` block exits, even if no record was rejected. If the block raises an error, the rejects file

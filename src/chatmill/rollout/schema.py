@@ -249,7 +249,7 @@ def _head(desc: str, geometry: TextPart) -> tuple[TextPart, ...]:
 
 
 def _inside(text: str) -> str:
-    """Return text as in a JSON string, without the quotes."""
+    """Escape text for use inside the quotes of a JSON string."""
     if text.isprintable() and '"' not in text and "\\" not in text:
         return text
     return json.dumps(text, ensure_ascii=False)[1:-1]

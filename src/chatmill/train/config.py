@@ -347,8 +347,9 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
             return self, []
         at_once = self.batch_size * self.block_size
         steps = max(1, (2 * wanted + at_once) // (2 * at_once))
-        note = f"tokens_per_step {wanted}: {steps} × {self.batch_size} rows of {self.block_size}"
-        note += "" if steps * at_once == wanted else f" = {steps * at_once} tokens"
+        note = f"tokens_per_step {wanted}: gradient_accumulation_steps is {steps}, "
+        note += f"with {self.batch_size} rows of {self.block_size} tokens per micro-batch"
+        note += "" if steps * at_once == wanted else f" ({steps * at_once} tokens per step)"
         batch_size = steps * self.batch_size
         return replace(self, batch_size=batch_size, gradient_accumulation_steps=steps, tokens_per_step=None), [note]
 

@@ -27,7 +27,7 @@ MODEL_FAMILIES: dict[str, str | Load] = {"chatmill-gpt": "chatmill.train.gpt:GPT
 """Model families by the `model_type` in config.json. Register new model families here.
 
 A family is a function `load(folder, *, compute, weights)` or the name of a class with a `load` method. The name has the
-form MODULE:CLASS, and the class is imported only when used.
+form MODULE:CLASS, and the class is imported on first use.
 """
 
 
@@ -76,7 +76,7 @@ def open_ready(
     if base != "trained" and not is_adapter(folder):
         raise UsageError(f"{folder}: is not an adapter folder, but --base is {base}; remove the option")
     chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    # For adapters, the argument "float32" selects the precision that the base model had in training.
+    # If `folder` contains adapters, "float32" means that the base model keeps the precision that it had in training.
     weights: WeightPrecision = "float32" if is_adapter(folder) and base == "trained" else "stored"
     under = None if base_model is None else model_folder(base_model)
     model = open_model(folder, compute=compute_dtype("auto", chosen), weights=weights, base_model=under)
@@ -90,8 +90,8 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
 
 
 def check_is_model(folder: Path) -> None:
-    """Raise `DataError` if the file headers in a folder are not those of a model or of adapters. Custom model families
-    are not checked.
+    """Raise `DataError` if the files in a folder do not have the headers of a model or of adapters. Custom model
+    families are not checked.
     """
     check_folder(folder)
     if is_adapter(folder) or not callable(MODEL_FAMILIES.get(model_type(folder))):

@@ -37,7 +37,7 @@ class KeyResult:
     ours: Mapping[str, Any] = field(default_factory=dict)
     """The chatmill keys that the imported key sets."""
     note: str = ""
-    """The effect of the imported key, or an explanation."""
+    """A note for the report, such as the effect of the imported key."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", _without_secrets(self.key, self.value))

@@ -137,7 +137,7 @@ def _check_target(target: Path, texts: dict[str, str], overwrite: bool) -> None:
     if there and not overwrite:
         raise UsageError(f"{target / there[0]}: already exists; add --overwrite, or give another folder")
     if folders := [file for file in there if (target / file).is_dir()]:
-        raise UsageError(f"{target / folders[0]}: is a folder; give another folder")
+        raise UsageError(f"{target / folders[0]}: is a folder, so no file can be written there; give another folder")
 
 
 def _texts(imported: ImportedConfig, target: Path) -> dict[str, str]:
