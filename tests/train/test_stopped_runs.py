@@ -159,7 +159,7 @@ HOST_IS_FULL = (
 )
 def test_a_model_that_does_not_fit_in_host_memory_is_a_one_line_error(sums_data, tmp_path, sizes):
     def train_and_print_the_error() -> None:
-        # If chatmill did allocate the model, this limit would stop it.
+        # If chatmill tried to allocate the model, this limit would make the allocation fail.
         resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
         try:
             trained(sums_data, tmp_path, **sizes)

@@ -243,7 +243,7 @@ def test_a_tracker_that_cannot_start_is_reported_and_the_run_continues(sums_data
     assert run(sums_data, tmp_path, trackers=[Recorder(start=broken)], quiet=False, max_iters=2).step == 2
     shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("own: ")]
     assert len(shown) == 2 and shown[0].endswith("the run continues without it")
-    # The 7 reports are two steps, four files and the end.
+    # The run sends 7 reports: two steps, four files and the end of the run.
     assert shown[1] == "own: 7 of 7 reports failed"
     assert not (tmp_path / "mine" / "trackers.json").exists()
 
@@ -257,7 +257,7 @@ def test_a_tracker_that_hangs_delays_neither_the_run_nor_its_end(sums_data, tmp_
     assert result.step == 8
     shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("own: ")]
     assert shown[0] == "own: is slower than the run: 3 reports are queued, and further reports are dropped"
-    # The 13 reports are eight steps, four files and the end.
+    # The run sends 13 reports: eight steps, four files and the end of the run.
     assert shown[1] == "own: has not finished in time; up to 13 of 13 reports are lost"
 
 

@@ -185,7 +185,7 @@ def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_
 
 
 def _weigh(rows: Rows, turns: TurnStates, cuts: _Cuts) -> Table:
-    """Return the spans, with the weights of answers that are not trained on in their blocks set to 0.
+    """Return the spans, with weight 0 for each answer that is not trained on in its block.
 
     One weight per span is enough: blocks do not overlap, so an answer is complete in at most one of them.
     """

@@ -71,7 +71,7 @@ def build_dir(
         if error.errno not in FULL:
             raise
         raise ChatmillError(
-            f"{error.filename or target}: {error.strerror}; nothing was published; "
+            f"{error.filename or target}: {error.strerror}, so nothing was published; "
             "free disk space and continue with --resume"
         ) from None
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class BytesRead:
-    """The bytes read from a file: their ranges, their hash, and the end of the file if reached."""
+    """The bytes read from a file: their ranges, their hash, and the end of the file if it was reached."""
 
     ranges: tuple[tuple[int, int], ...]
     sha256: str

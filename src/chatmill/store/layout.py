@@ -49,7 +49,7 @@ TARGET = np.dtype([("span", "<u8"), ("target", "<u4")])
 """The index of a span within the shard, and its target."""
 MASKS = np.dtype("u1")
 COUNTS = {TOKENS: "num_tokens", MASK: "num_tokens", INDEX: "num_episodes", SPANS: "num_spans", ORIGINS: "num_segments"}
-"""For each file of a shard except the targets, the field that counts its records."""
+"""For each file of a shard except targets.bin, the field that contains its number of records."""
 
 NARROW = 2**16
 WIDE = 2**32

@@ -106,7 +106,7 @@ class TokenLayout:
     border_section: Index
     """For each boundary between two cells of a section, the index of the section."""
     border_text: tuple[tuple[TextItem, ...], ...]
-    """For each boundary, the text of its section before the boundary."""
+    """For each boundary, the part of the section's text before the boundary."""
     border_bytes: Index
     """Byte offset of each boundary in its section, or -1 if the offset depends on slots."""
     border_of_answer: NDArray[np.bool_]

@@ -64,7 +64,7 @@ class ChatTemplate:
         return self._traced.trace(*self._arguments(given, messages, prompt))
 
     def headers(self, token: re.Pattern[str]) -> Headers:
-        """Return the headers that the template outputs in a plain conversation. `token` matches control tokens."""
+        """Return the headers that the template outputs in a plain conversation; `token` matches control tokens."""
         if self._headers is None:
             given, words = plain_input(TURNS, self.style), [message.content for message in TURNS.messages]
             self._headers = template_headers(
@@ -95,7 +95,7 @@ class ChatTemplate:
             if as_object and ARGUMENTS_IN_PYTHON not in as_object:
                 return Style(parts)
             as_text = self._written(probe, Style(parts, True))
-            # A string does not help if the template outputs the Python repr of the whole call.
+            # Passing a string does not help if the template outputs the Python repr of the whole call.
             if as_text and (not as_object or repr(WEATHER_CALL.arguments_text) not in as_text):
                 return Style(parts, True)
         return Style(parts)
