@@ -44,7 +44,9 @@ from chatmill.train import TrainConfig, generate, model_folder, open_model, trai
 
 FORMAT = "primer"
 SIGMA = 0.3
-"""Standard deviation of the Gaussian target, in coordinates; small, because scenes use few of the 1000 coordinates."""
+"""Standard deviation of the Gaussian target, in coordinates. A small value, because scenes use few of the 1000
+coordinates.
+"""
 BORDERS = ("shorter", "masked", "joined", "canonical")
 SHARED: dict[str, Any] = {"batch_size": 16, "weight_decay": 0.01, "min_lr_ratio": 0.1, "device": "auto"}
 
@@ -63,7 +65,7 @@ class Setting:
     scenes: int = 12_000
     """Number of training scenes in each stage."""
     stage_1: float = 0.5
-    """Fraction of the `first` steps after which stage 2 starts."""
+    """Stage 1 ends after this fraction of `first` steps."""
     first: int = 2000
     """Number of steps in stage 1 if `stage_1` is 1."""
     saves: int = 4

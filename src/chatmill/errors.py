@@ -40,11 +40,11 @@ class UsageError(ChatmillError):
 
 
 class DataError(ChatmillError, ValueError):
-    """Invalid data. This is also a `ValueError`, which public functions are documented to raise."""
+    """Invalid data. Public functions are documented to raise `ValueError`, so this is a subclass."""
 
 
 class RecordError(DataError):
-    """An invalid record: `file:line (id=…): what; what would be right`.
+    """An invalid record. The error message has the form `file:line (id=…): what; right`.
 
     Rejected records are written with the reason `what`, and counted by `kind`.
     """

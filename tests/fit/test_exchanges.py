@@ -175,7 +175,7 @@ def test_a_row_never_begins_in_the_middle_of_an_answer():
     ledger = Ledger()
     assert len(truncate(RENDERER.render([record]), 512, ledger=ledger)) == 0
     assert {(bucket, reason): entry.rows for bucket, reason, entry in ledger} == {("dropped", OVER): 1}
-    # The rule `turns` of the specification keeps the row.
+    # Truncation with `turns` keeps the row.
     assert len(truncate(RENDERER.render([record]), 512, "turns", ledger=Ledger())) == 1
 
 

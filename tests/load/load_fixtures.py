@@ -109,7 +109,7 @@ def expected(
     plain = unbuild(rows)
     out: dict[str, list[list[Any]]] = {name: [] for name in Batch._fields}
     for episodes in batch:
-        tokens: list[tuple[int, float, int, int]] = []  # id, weight, target and segment index
+        tokens: list[tuple[int, float, int, int]] = []  # Each token has an id, weight, target and segment.
         owners: list[int] = []
         for episode in episodes:
             said = [

@@ -90,7 +90,7 @@ class ChatFormat:
 
     @property
     def has_turns(self) -> bool:
-        """Whether the format marks turns; only `text` does not."""
+        """Whether the format marks turns. Only the format `text` does not."""
         return any(turn.open for turn in self.turns.values())
 
     @property

@@ -144,7 +144,7 @@ class LoadPlan:
     # Functions that return episodes in the order of an epoch.
 
     def episodes(self, ordinals: Index) -> Index:
-        """Convert indices that count only eligible episodes to indices of all episodes."""
+        """Convert indices among the eligible episodes to indices among all episodes."""
         if not len(self.skipped):
             return ordinals
         return ordinals + np.searchsorted(self._before_skipped, ordinals, side="right")

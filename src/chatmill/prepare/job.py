@@ -308,7 +308,7 @@ class Job:
         return {"mix_sft": weights} if weights else {}
 
     def named_files(self) -> list[Path]:
-        """Return the files and folders read besides the input: tokenizer, format, chat template and exclude list."""
+        """Return the local files of the tokenizer, format, chat template and exclude list."""
         return existing(self.tokenizer, self.format, self.chat_template, self.exclude)
 
     def to_json(self) -> dict[str, Any]:

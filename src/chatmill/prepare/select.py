@@ -84,7 +84,7 @@ class RemovedRecords:
     reason: NDArray[np.uint8]
     """Index into `REASONS`."""
     twin: Index
-    """For a duplicate, the index of the record that is kept instead, among the records with rows; else -1."""
+    """The index of the record that is kept instead of a duplicate, among all records with rows; else -1."""
 
 
 @dataclass(frozen=True)

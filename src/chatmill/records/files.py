@@ -119,7 +119,7 @@ def open_bytes(
             if kind(path) not in TABLES:
                 _check_form(path, begin)
             file.seek(len(_BOM) if begin.startswith(_BOM) else 0)
-        # Add the buffer after the log, so that the log records the bytes that are read into the buffer.
+        # The buffer reads from `raw`, so `log` records all bytes that are read into the buffer.
         yield io.BufferedReader(raw, _BUFFER) if file is raw else file
 
 

@@ -31,11 +31,11 @@ from chatmill.remote.urls import Place, Url
 
 MAX_LINE_BYTES = 64 * 2**20
 MIN_COLUMN_BYTES = 2**17
-"""The minimum size, in bytes, of a run of plain lines that becomes columns in a mixed block."""
+"""Minimum size, in bytes, of a run of plain lines that is parsed into columns if the block also has other lines."""
 CHECKED_RECORDS = 1000
 """Number of records per file that are searched for the names of `--columns`."""
 RETRY_BYTES = 2**16
-"""Bytes to parse line by line before trying columns again."""
+"""Number of bytes to parse line by line before parsing into columns is tried again."""
 SCAN = 2**18
 """Bytes per read when detecting the layout of a transcript file."""
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class FilePart:
     is_array: bool = False
     """Whether a .jsonl file contains one JSON array instead of lines."""
     why: str = field(default="", compare=False)
-    """Reason for the shape, shown to the user."""
+    """How the shape was chosen, as shown to the user."""
 
     def cut(self, size: int, *, end: int | None = None) -> list[FilePart]:
         """Split this part into parts of at least `size` bytes; `end` is the size of the file.

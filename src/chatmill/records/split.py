@@ -14,7 +14,7 @@ from chatmill.errors import UsageError
 
 
 class Split(NamedTuple):
-    """Indices of records, each in exactly one of the two lists."""
+    """Indices of the training and validation records; each record is in exactly one of the lists."""
 
     train: list[int]
     val: list[int]

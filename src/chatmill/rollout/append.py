@@ -24,7 +24,7 @@ DETECTION = Detection()
 SPACE = " \t\n\r"
 OPENING, CLOSING = TextPart("{", STRUCTURE), TextPart("}", int(Part.BRACE))
 RANKED = np.array([Part.PREFIX, Part.STRUCTURE, Part.COORD, Part.BRACE, Part.VALUE], dtype=np.uint8)
-"""Parts by precedence: a token that spans several parts belongs to the last of them."""
+"""Parts in order of precedence: a token that spans several parts belongs to the part that is last in this list."""
 RANK = np.zeros(256, dtype=np.uint8)
 RANK[RANKED] = range(len(RANKED))
 COORD = bytes([Part.COORD])
@@ -41,7 +41,7 @@ class Stretch(NamedTuple):
 
 
 class EncodedStretch(NamedTuple):
-    """The text before each coordinate of a stretch, and the token ids, with 0 in place of each coordinate."""
+    """The text before each coordinate of a `Stretch`, and the token ids, with 0 in place of each coordinate."""
 
     texts: tuple[str, ...]
     ids: bytes
@@ -131,7 +131,7 @@ def _key(before: str, number: int) -> TextPart:
 
 
 def _texts(stretch: Stretch) -> list[str]:
-    """Return the text before each coordinate of a stretch, or the whole text of a stretch without coordinates."""
+    """Return the text before each coordinate or, without coordinates, the whole text."""
     run, separators, count = stretch
     return [_text(run), *(separators[at % len(separators)] for at in range(count - 1))]
 

@@ -173,7 +173,7 @@ def check_mapped(array: NDArray[Any]) -> None:
         file.check()
 
 
-# Handling of pages that cannot be read.
+# Functions that handle pages that cannot be read.
 
 
 class _ThisThread(threading.local):
@@ -197,7 +197,7 @@ class _Reading:
         if fault := _this_thread.fault:
             if not _this_thread.depth:
                 _this_thread.fault = ""
-            # Discard any other error from the block, because reading zeros instead of the page caused it.
+            # Discard any other error from the block, because it was caused by the zeros in the unreadable page.
             raise DataError(fault) from None
 
 

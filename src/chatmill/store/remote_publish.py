@@ -43,7 +43,7 @@ OWN_NAMES = (OBJECTS, STAGING, METADATA, TOKENIZER_STATE, REMOVED, *SPLITS)
 
 @dataclass(frozen=True)
 class RemoteTarget:
-    """A URL at which a dataset will be published, and its state before the build."""
+    """A URL at which a dataset will be published, and the metadata at the URL before the build."""
 
     url: Url
     version: str | None

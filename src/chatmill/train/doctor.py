@@ -36,7 +36,7 @@ SHOWN_PLACES = 4
 
 @dataclass(frozen=True)
 class TableRow:
-    """A table row, and the nodes or ranks to which it applies."""
+    """The result of a check, and the nodes or ranks to which the result applies."""
 
     row: CheckRow
     place: str
@@ -114,7 +114,7 @@ def _together(rendezvous: Rendezvous, local: Sequence[CheckRow], folders: Sequen
 
 
 def _grouped(rows: Sequence[tuple[int, CheckRow]], hosts: Sequence[str]) -> Iterator[TableRow]:
-    """Yield each distinct row once, with the nodes or ranks that reported it."""
+    """Yield each distinct row once, with the nodes or ranks that reported the row."""
     first_ranks = {hosts.index(host) for host in hosts}
     by_row: dict[CheckRow, list[int]] = {}
     for rank, row in rows:

@@ -52,8 +52,8 @@ class WeightDtypes:
 def weight_dtypes(files: ModelFiles, model: Mapping[str, torch.dtype], weights: WeightPrecision) -> WeightDtypes:
     """Return the dtypes in which the weights in a folder are loaded. `model` maps weight names in the model to dtypes.
 
-    Usually, most weights in a folder share one dtype, and a few have a wider dtype. If the name of a weight with a
-    wider dtype is different in the model, all weights are loaded as float32, which loses no precision.
+    Usually, most weights in a folder share one dtype, and a few have a wider dtype. If a weight with
+    a wider dtype has a different name in the model, all weights are loaded as float32, which loses no precision.
     """
     if weights == "float32" or files.config.get("quantization_config"):
         return WeightDtypes()

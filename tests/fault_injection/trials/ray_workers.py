@@ -52,8 +52,9 @@ class Log:
 
 
 def logged_run(log: Path) -> Callable[..., Any]:
-    """Return a function that runs and records a unit. The second unit of each worker waits until a worker has been
-    killed.
+    """Return a function that runs a unit, and records when the unit starts and ends.
+
+    The second unit of each worker waits until a worker has been killed.
     """
 
     def run(unit: Any, shared: Any) -> Any:

@@ -35,7 +35,7 @@ class HFFolder:
     special: Mapping[str, str] = field(default_factory=dict)
     """Special tokens by name, such as `bos_token` and `eos_token`."""
     stops: tuple[int, ...] | None = None
-    """Ids at which a server stops, from `eos_token_id` in generation_config.json, or None if the key is missing."""
+    """Stop token ids, from `eos_token_id` in generation_config.json, or None if the key is missing."""
     tokenizer_json: Path | None = None
     marked_special: frozenset[str] = frozenset()
     """The tokens that tokenizer_config.json and special_tokens_map.json mark as special."""

@@ -1,4 +1,4 @@
-"""Add guards to a trace, so that the derivation by prefix is also valid for other conversations that reuse the trace.
+"""Add guards to a trace for the results of `by_prefix`, so that other conversations can reuse the trace.
 
 Usually, the literals alone determine whether one rendering is a prefix of another. If the result depends on the text in
 a slot, a guard is added.
