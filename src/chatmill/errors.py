@@ -40,7 +40,7 @@ class UsageError(ChatmillError):
 
 
 class DataError(ChatmillError, ValueError):
-    """Invalid data. Public functions are documented to raise `ValueError`, so this is a subclass."""
+    """Invalid data. `DataError` is a subclass of `ValueError`, which public functions are documented to raise."""
 
 
 class RecordError(DataError):
