@@ -3,8 +3,8 @@
     python scripts/demo_table.py with_mask.json without_mask.json
 
 The two files are outputs of `chatmill eval --json`. The script exits with 1 if a target is missed: there must be at
-least 200 questions, and the first model must answer at least 70 percent of them exactly, end at least 99 percent of its
-answers, and be at least 30 points better than the second.
+least 200 questions, and the first model must answer at least 70 percent of them exactly, write an end token
+in at least 99 percent of its answers, and have at least 30 percentage points more exact answers than the second model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def table(scores: dict[str, dict[str, Any]]) -> str:
 
 
 def shortfalls(score: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return one line for each target that the model trained with the mask misses."""
+    """Return one line for each target that is missed; `score` is the score of the model trained with the mask."""
     least = {"questions": LEAST_QUESTIONS, "exact_rate": LEAST_EXACT, "stop_rate": LEAST_STOPPED}
     found = {name: score[name] for name in least} | {"difference": score["exact_rate"] - other["exact_rate"]}
     least["difference"] = LEAST_DIFFERENCE

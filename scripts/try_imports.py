@@ -115,7 +115,7 @@ def attempt(path: Path, read: Any, model: Path, folder: Path) -> tuple[str, Impo
     return f"trained {steps} steps" if steps == STEPS else f"stopped after {steps} steps", imported
 
 
-# Functions that replace models and data.
+# Functions that create a tiny model and samples, to replace the model and the data of a config.
 
 
 def tiny_model(work: Path) -> Path:

@@ -12,8 +12,8 @@ The main API, from a list of messages to a trained model:
     functions     serialize_chat_to_ids, sft_loss_mask_for_ids, pack_sft_ids_and_mask, collate_sft_batch,
                   render_chat_sft, pack_chat_blocks, and their types and constants
 
-Each package (`chatmill.fit`, `chatmill.load`, `chatmill.store`, `chatmill.rollout`, …) exports more. Names are imported
-on first use, so `import chatmill` is fast and needs neither torch nor a tokenizer.
+Packages such as `chatmill.fit`, `chatmill.load`, `chatmill.store` and `chatmill.rollout` export more functions and
+classes. Names are imported on first use, so `import chatmill` is fast and needs neither torch nor a tokenizer.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def test_all_faults_are_in_one_line():
 
 def test_texts_and_conversations_in_one_config_are_refused_because_a_recipe_has_one_format():
     datasets = [{"path": "a.jsonl", "type": "completion"}, {"path": "b.jsonl", "type": "chat_template"}]
-    with pytest.raises(DataError, match="import each separately"):
+    with pytest.raises(DataError, match="import the datasets separately"):
         imported(minimal(datasets=datasets))
 
 

@@ -1,4 +1,4 @@
-"""A loader with a prefetch thread, in the data loaders of torch and torchdata, and with a listener."""
+"""Test the loader with a prefetch thread, in the data loaders of torch and torchdata, and with a listener."""
 
 from __future__ import annotations
 

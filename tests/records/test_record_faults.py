@@ -101,11 +101,11 @@ RECORDS = {
         (turn(weight=0, train=False), "message 1 has both train and weight; expected only one of these keys"),
         (
             turn(role="tool", train=True),
-            "message 1 has a weight over 0 on a tool result; expected no weight, or train: false",
+            "message 1 is a tool result with a weight above 0; expected no weight, or train: false",
         ),
         (
             turn(role="tool", weight=0.5),
-            "message 1 has a weight over 0 on a tool result; expected no weight, or train: false",
+            "message 1 is a tool result with a weight above 0; expected no weight, or train: false",
         ),
         (turn(function_call={"name": "f"}), 'message 1 has a "function_call"; expected tool_calls'),
         (turn(refusal="no"), 'message 1 has a "refusal"; expected the text of the refusal as content'),
@@ -177,7 +177,7 @@ RECORDS = {
         ),
         (
             {"conversations": [{"from": "observation", "value": "1", "weight": 1}]},
-            "message 0 has a weight over 0 on a tool result; expected no weight, or train: false",
+            "message 0 is a tool result with a weight above 0; expected no weight, or train: false",
         ),
         (
             {"conversations": [{"from": "gpt", "value": ""}], "system": 1},
@@ -239,7 +239,7 @@ RECORDS = {
         (turn(tool_calls=[]), 'message 1 has a "tool_calls"; expected a turn of role "assistant_toolcall"'),
         (
             {"messages": [{"role": "toolresult", "content": 1, "train": True}]},
-            "message 0 has a weight over 0 on a tool result; expected no weight, or train: false",
+            "message 0 is a tool result with a weight above 0; expected no weight, or train: false",
         ),
     ],
     "primer": [

@@ -135,7 +135,10 @@ splits_ = st.lists(st.lists(conversations_, max_size=3), max_size=4)
 
 
 def as_rows(plain, *, one_span: bool):
-    """Build rows with one span per token. With `one_span`, a conversation with equal weights gets a single span."""
+    """Build rows with one span per token.
+
+    With `one_span`, a conversation gets a single span if all its tokens have the same weight.
+    """
 
     def segment(who, ids, mask):
         spans = [((id,), trained) for id, trained in zip(ids, mask, strict=False)]

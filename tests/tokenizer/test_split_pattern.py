@@ -1,4 +1,4 @@
-"""Words are split where `tokenizers` splits them, for each pattern, with SSE2 and NEON, on any text.
+"""Test that text is split into the same words as by `tokenizers`, for each pattern, with SSE2 and NEON.
 
 `split_words.c` is compiled for this processor, and for x86-64 if `gcc-x86-64-linux-gnu` and `qemu-user` are installed.
 The C program finds words in two ways, 64 bytes or one word at a time. The program exits with an error if the results

@@ -230,5 +230,5 @@ def test_impossible_values_in_a_checkpoint_are_refused(sums_data, stopped, tmp_p
     for change in ({"loss": "1"}, {"loss": nan}, {"step": 10**9}, {"waited": -1}, {"reference": []}, {"more": 1}):
         changed = {**state, "best": {**state["best"], **change}}
         marker.write_text(json.dumps({**changed, "sha256": self_sha256(changed)}))
-        with pytest.raises(DataError, match=r"checkpoint.json: best(\.\w+)? is .*; this checkpoint is not used"):
+        with pytest.raises(DataError, match=r"checkpoint.json: best(\.\w+)? is .*; to use the previous checkpoint"):
             trained(sums_data, tmp_path, name="stopped", resume="auto", **EARLY)

@@ -189,9 +189,7 @@ def rewrite(checkpoint, **changes):
 )
 def test_a_file_that_is_not_listed_is_refused(saved, name):
     (saved / name).write_bytes((saved / LISTED).read_bytes())
-    with pytest.raises(
-        DataError, match=rf"{name}: this file is not listed in checkpoint.json.*; this checkpoint is not used"
-    ):
+    with pytest.raises(DataError, match=rf"{name}: this file is not listed in checkpoint.json.*; remove the file; "):
         open_checkpoint(saved, ALONE)
 
 

@@ -234,7 +234,7 @@ def test_adapters_on_a_damaged_base_model_are_refused(base, sums_data, tmp_path)
     assert open_model(adapted.checkpoint / "model").vocab_size == 300
     damaged = own.checkpoint / "model" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\1")
-    with pytest.raises(DataError, match=r"model\.safetensors: is damaged; .*; this model is not used"):
+    with pytest.raises(DataError, match=r"model\.safetensors: is damaged; .*; the model of another checkpoint"):
         open_model(adapted.checkpoint / "model")
 
 

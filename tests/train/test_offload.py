@@ -133,7 +133,7 @@ def test_host_buffers_are_reused_and_none_leaks(monkeypatch):
 
     for rows in (2, 2, 1, 2):
         forward(rows).backward()
-    # A graph that is deleted without a backward pass releases its buffers for the next one.
+    # A graph that is deleted without a backward pass releases its buffers, and the next graph reuses them.
     forward(2)
     forward(2).backward()
     gc.collect()

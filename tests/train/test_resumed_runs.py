@@ -86,7 +86,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_previous_one_is_suggested(undis
     data = bytearray((run / "step_00000008" / name).read_bytes())
     data[len(data) // 2] ^= 4
     (run / "step_00000008" / name).write_bytes(data)
-    with pytest.raises(DataError, match=rf"{name}: .*use the previous checkpoint with --resume .*step_00000007$"):
+    with pytest.raises(DataError, match=rf"{name}: .*previous checkpoint instead, pass --resume .*step_00000007$"):
         trained(sums_data, tmp_path, resume="auto")
     again = trained(sums_data, tmp_path, resume=str(run / "step_00000007"), **OFTEN)
     assert files(again.checkpoint) == files(undisturbed.checkpoint)
@@ -113,7 +113,7 @@ def test_the_model_of_a_checkpoint_with_a_flipped_bit_is_refused(undisturbed, su
                 use(place)
             assert str(error.value) == (
                 f"{folder / name}: is damaged; its hash differs from the recorded one; "
-                "this model is not used; use the model of another checkpoint"
+                "the model of another checkpoint can be used instead"
             )
 
 

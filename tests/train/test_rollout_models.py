@@ -42,7 +42,7 @@ def test_rollout_training_of_a_hugging_face_model_replays_bitwise(tmp_path):
 def test_two_ranks_give_the_same_rollouts_and_losses_as_one(tmp_path):
     folder = write_model(tmp_path / "model")
     write_truth(tmp_path / "truth.jsonl")
-    # With three rows per step in batches of two, ranks have unequal work, and a rank may have no rows in a step.
+    # With three rows per step in batches of two, ranks have different numbers of rows, and a rank may have none.
     settings = {**run_settings(tmp_path, folder), "generate_batch_size": 2, "gradient_accumulation_steps": 2}
 
     def work(folder: str, size: int) -> dict:

@@ -62,7 +62,7 @@ def mix_of_zeros(folder: Path) -> Path:
         (
             metadata_of_zeros,
             {},
-            "the loss mask does not mark any of the 20 tokens; see chatmill stats {data}; prepare the data again from "
+            "the loss mask does not mark any of the 20 tokens (see chatmill stats {data}); prepare the data again from "
             "conversations with answers",
         ),
         (

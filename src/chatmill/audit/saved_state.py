@@ -3,7 +3,7 @@
     checkpoint   {"audit": {"log", "head", "cursor", "given"}, "loader": {"cursors", "dataset_sha256", …}, …}
     log          dataset_load … steps … checkpoint | step=30 | epoch=0 | …
 
-In the checkpoint, `head` is the hash of the checkpoint line in the log.
+In the checkpoint, `head` is the hash of the line that records this checkpoint in the log.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ class LoggedCheckpoint(NamedTuple):
     """A checkpoint, as the audit log records it."""
 
     fields: Mapping[str, str]
-    """Fields of the checkpoint line, which record the run's cursor."""
+    """Fields of the checkpoint's line in the log, which contain the run's cursor."""
     loaded: Mapping[str, str]
-    """Fields of the preceding dataset_load line, which identify the dataset and the config."""
+    """Fields of the dataset_load line before the checkpoint, which identify the dataset and the config."""
     given: Mapping[str, int]
-    """Amount of data from each source before the checkpoint; empty without a mix."""
+    """For each source of a mix, the amount of data read before the checkpoint; empty without a mix."""
 
 
 def logged_checkpoints(lines: Sequence[LogLine | TornLine]) -> dict[str, LoggedCheckpoint]:
-    """Return the checkpoints by the hash of their line, up to the first break in the hash chain."""
+    """Return the checkpoints in the log, keyed by the hash of their line, up to the first break in the hash chain."""
     checkpoints: dict[str, LoggedCheckpoint] = {}
     loaded: Mapping[str, str] = {}
     given: dict[str, int] = {}

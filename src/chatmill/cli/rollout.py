@@ -23,7 +23,9 @@ from chatmill.tokenizer import MissingTokensError
 
 app = command_group("Train on the model's own answers.")
 
-TruthFile = Annotated[str, argument("TRUTH", ".jsonl file of ground-truth records: id, messages, objects.")]
+TruthFile = Annotated[
+    str, argument("TRUTH", ".jsonl file of ground-truth records with the keys id, messages and objects.")
+]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder of the dataset to write.")]
 FieldNames = Annotated[
     str | None,
@@ -45,7 +47,10 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existin
 
 @app.command("build")
 def build(
-    rollouts: Annotated[str, argument("ROLLOUTS", ".jsonl file of answers: id, response_token_ids, prompt_token_ids.")],
+    rollouts: Annotated[
+        str,
+        argument("ROLLOUTS", ".jsonl file of answers with the keys id, response_token_ids and prompt_token_ids."),
+    ],
     truth: TruthFile,
     output: Output,
     tokenizer: TokenizerName = "bytes",

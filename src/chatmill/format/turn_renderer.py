@@ -5,10 +5,10 @@ Each message consists of the following pieces:
     <|im_start|> user\\nHello <|im_end|> \\n     <|im_start|>assistant\\n  Hi   <|im_end|> \\n
     open         body         close      after   open                     body close      after
 
-`begin` precedes the first message of a conversation, and `end` follows the last. Only the ids of bodies vary, and all
-bodies of a chunk are encoded in one call. The text between two control tokens is encoded as a whole. Only the assistant
-header is encoded separately from the body. A prompt ends with the assistant header, so the ids of a prompt are a prefix
-of the row.
+`begin` precedes the first message of a conversation, and `end` follows the last. Only the token ids of `body` differ
+between messages of the same role, and all bodies of a chunk are encoded in one call. The text between two control
+tokens is encoded as a whole; only the assistant header is encoded separately from the body. A prompt ends with the
+assistant header, so the ids of a prompt are a prefix of the row.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, le
 
     lengths[places(BODY)] = text_start[text_of + 1] - text_start[text_of]
     starts[places(BODY)] = text_start[text_of]
-    # Copy recurring texts from a pool at the end of the ids, so that other texts are read sequentially.
+    # Copy texts that occur more than once from a pool after the other ids, so that all other texts are read in order.
     again = np.flatnonzero(text_of != np.arange(len(text_of)))
     recurring, which = np.unique(text_of[again], return_inverse=True)
     size = text_start[recurring + 1] - text_start[recurring]

@@ -98,7 +98,7 @@ class BatchCounts(NamedTuple):
     """Number of episodes that are longer than a row; their start is truncated, as with the fit rule `tail`."""
     cut_tokens: int = 0
     answer_cut: int = 0
-    """Number of truncated episodes that lost part of an answer; the ledger uses the same name."""
+    """Number of episodes in which truncation removed part of an answer; the ledger has a count of the same name."""
 
     def plus(self, other: BatchCounts) -> BatchCounts:
         return BatchCounts(*map(add, self, other))

@@ -29,7 +29,7 @@ class LoadConfig(Config):
     """
 
     batch_size: int = key(8, "rows per optimizer step, summed over all ranks and accumulation steps", integer(1))
-    block_size: int = key(512, "tokens per row of x", integer(1))
+    block_size: int = key(512, "input tokens per row", integer(1))
     gradient_accumulation_steps: int = key(1, "micro-batches per step on each rank", integer(1))
     use_loss_mask: bool = key(False, "train only on tokens that the loss mask selects, such as assistant turns")
     batch_sampling_mode: str = key(

@@ -246,7 +246,10 @@ def _part(dataset: Dataset, name: str) -> DataSource:
 
 
 def val_only_sources(sources: Sequence[DataSource]) -> tuple[DataSource, ...]:
-    """Return unused sources of a dataset that have only validation rows; empty if each source is a separate dataset."""
+    """Return the sources of a dataset that have only validation rows and are not in `sources`.
+
+    The tuple is empty if each source is a separate dataset.
+    """
     whole = sources[0].dataset.whole
     if whole is None:
         return ()

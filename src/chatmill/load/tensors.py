@@ -13,8 +13,8 @@ from chatmill.load.batch import Batch, split_batches
 class Tensors:
     """Converts arrays to tensors. For a GPU, tensors are pinned and copied on a separate stream.
 
-    The second value that a call returns is None, or a function that the loader calls when it returns a batch. The
-    function makes the current stream wait for the copy, and keeps the memory until that stream has finished.
+    A call returns the converted batches, and None or a function that the loader calls before it returns a batch. The
+    function makes the current stream wait for the copy, and keeps the memory allocated until that stream has finished.
     """
 
     def __init__(self, device: Any = None, *, pin_memory: bool = False) -> None:

@@ -181,7 +181,7 @@ def _taken(unit: Staged, rows: Numbers) -> Rows:
 
 
 def _packed(plan: ShardPlan, first: Index) -> Iterator[Rows]:
-    """Yield packed rows, gathered `CHUNK_TOKENS` at a time."""
+    """Yield packed rows in chunks of about `CHUNK_TOKENS` tokens."""
     sizes = np.empty((2, len(plan.of)), dtype=np.int32)
     for here in by_file(plan.of):
         unit, rows = plan.staged[plan.of[here[0]]].head(), plan.row[here]
@@ -202,7 +202,7 @@ def _packed(plan: ShardPlan, first: Index) -> Iterator[Rows]:
 
 
 def by_file(of: Numbers) -> list[Index]:
-    """Return the positions of each file in `of`, one array per file."""
+    """For each file number in `of`, return an array of the positions at which the number occurs."""
     order = np.argsort(of, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(of[order])) + 1)
 

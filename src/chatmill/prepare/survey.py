@@ -33,7 +33,7 @@ PART_BYTES = 16 * 2**20
 
 @dataclass
 class Survey:
-    """Counts of the records in some parts, and the first of these records."""
+    """Counts of the records in one or more parts of the input, and the first record."""
 
     records: int = 0
     with_assistant: int = 0

@@ -27,8 +27,8 @@ _NAME = "chatmill-requests"
 def submit(task: Callable[[], T]) -> Future[T]:
     """Run a task in a request thread.
 
-    A task that a request thread submits runs immediately in that thread. If it were queued instead, all threads could
-    wait forever for queued tasks.
+    A task that a request thread submits runs immediately in that thread. If such tasks were queued, all threads could
+    wait for tasks in the queue, with no thread left to run them.
     """
     global _started, _waiting
     future: Future[T] = Future()

@@ -223,7 +223,7 @@ def _assign_group(steps: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]
 def _first_of_all(
     of_row: Sequence[tuple[int, Sequence[tuple[int, int]]]], at: int, taken: frozenset[int]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Return the largest sum of overlaps for the rows `of_row[at:]`, found by brute force, and its pairs."""
+    """Return the largest sum of overlaps for the rows `of_row[at:]` and the pairs with this sum, by brute force."""
     if at == len(of_row):
         return 0, []
     row, options = of_row[at]

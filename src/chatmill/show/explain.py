@@ -1,4 +1,4 @@
-"""Explain in one sentence why a token is in the loss mask or is context, from the rule of its span."""
+"""Explain in one sentence why a token is trained or is context, based on the rule of its span."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ REASONS = {
     Rule.UNFINISHED: "the answer is incomplete in this row, or follows an unclosed answer",
     Rule.PAD: "the loss mask never includes padding",
     Rule.INCOMPLETE_USER: "no complete user turn precedes this answer in its row",
-    Rule.INJECTED: "the token is a copy that reopens a split turn, and only the original is trained",
+    Rule.INJECTED: "the token is a copy of a token in an earlier row, and only the original is trained",
     Rule.EARLIER_WINDOW: "the token is also in the previous row, and is trained there",
     Rule.PROMPT: "the token belongs to the prompt of a rollout",
     Rule.ROLLOUT: "text that the model generated is always context",

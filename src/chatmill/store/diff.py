@@ -44,7 +44,7 @@ CONFIG = {
     "precedence": "input",
     "filters": "input",
 }
-"""The part of the build that each config key belongs to; other keys belong to `fit`."""
+"""Maps config keys to the parts of the build that they belong to. All other keys belong to `fit`."""
 PARENT = "reweighed_from"
 """Config key of a reweighed dataset: the hash of the original dataset."""
 WITHOUT_EFFECT = (PARENT, "mix_sft", "mix_epochs")
@@ -195,7 +195,7 @@ class _Conversations:
         self._key[:, 0], self._key[:, 1] = self._ids, 0
 
     def shares(self) -> NDArray[np.uint8]:
-        """Return the part of the key space that contains each key, from 0 to 15, or `SHARES` for padding."""
+        """For each key, return the number (0 to 15) of its part of the key space, or `SHARES` for padding."""
         return np.where(self._real, (self._key[:, 0] >> np.uint64(60)).astype(np.uint8), np.uint8(SHARES))
 
     def columns(self, names: str, numbers: Index) -> list[NDArray[Any]]:
@@ -233,8 +233,8 @@ def _hashes(rows: Rows) -> tuple[Words, Words]:
     """Hash every conversation twice: its token ids, and its loss weights and targets.
 
     The value of each token is multiplied by a random number for its position, and the hash is the sum over all tokens.
-    Weights and targets are constant within a span, so they are multiplied once per span, by the sum of its random
-    numbers.
+    The weight and the target are the same for all tokens of a span, so they are multiplied only once per span, by the
+    sum of the random numbers for the span's positions.
     """
     longest = int(np.diff(rows.segment_start).max(initial=0))
     random = np.random.PCG64(0).random_raw(longest)
@@ -284,7 +284,7 @@ def _causes(one: Metadata | None, other: Metadata | None, removed: int, added: i
     causes = [Cause(*key, a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)]
     yield from causes
     if not causes and (removed or added):
-        # If all settings, file names and record counts are equal, the text of the files has changed.
+        # All settings, file names and record counts are equal, so the text in the files must have changed.
         yield Cause("input", "conversations", removed, added)
 
 

@@ -21,7 +21,7 @@ from chatmill.store.files import create
 from chatmill.store.folder import OpenFolder
 
 LARGEST = 2**62
-"""Maximum value of a count on disk; sums of a few counts fit in 64 bits."""
+"""Maximum value of a count on disk, small enough that the sum of a few counts fits in 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Manifest:
                 )
 
     def hash_faults(self, folder: OpenFolder) -> Iterator[str]:
-        """Yield faults for files with the wrong hash; reads every byte."""
+        """Yield a fault for each file with the wrong hash. This reads all bytes of all files."""
         for path, info in self.files:
             if folder.is_file(path):
                 with os.fdopen(folder.open(path), "rb") as file:

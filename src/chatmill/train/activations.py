@@ -31,11 +31,9 @@ from chatmill.train.quiet import quiet_logs
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_grouped_mm")
 """Operators whose results a compiled layer keeps."""
 ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable")
-"""Attention operators, whose results a compiled layer keeps. On a GPU, the layer also keeps the inputs of these
-operators.
-"""
+"""Attention operators. A compiled layer keeps the results of these operators and, on a GPU, also their inputs."""
 OUTSIDE = -1
-"""Layer index of tensors that no layer creates."""
+"""Layer index for tensors that are created outside the layers."""
 COUNTED = "chatmill_counted"
 
 

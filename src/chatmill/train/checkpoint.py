@@ -81,7 +81,7 @@ class Checkpoint:
 
 
 def named_tensors(model: CausalModel, optimizer: AnyOptimizer) -> dict[str, Tensor]:
-    """Return the trained weights as weights/NAME and their optimizer state as optimizer/KIND/NAME."""
+    """Return the trained weights under the keys weights/NAME, and their optimizer state under optimizer/KIND/NAME."""
     kinds: dict[str, dict[str, Tensor]] = {WEIGHTS: {}}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -280,7 +280,7 @@ def clean(folder: Path) -> None:
         if path.is_symlink():
             files.disk.remove(path)
         elif left := remove_folder(path, CHECKPOINT):
-            raise DataError(f"{path}: {left}; an interrupted save left this folder; inspect and remove it")
+            raise DataError(f"{path}: {left}; the folder is left over from an interrupted save; inspect and remove it")
     for path in folder.glob(f".{PREFIX}*.replaced"):
         recover(path.with_name(path.name.removeprefix(".").removesuffix(".replaced")), CHECKPOINT)
 
@@ -358,11 +358,11 @@ def open_checkpoint(path: Path, world: World) -> Checkpoint:
         except DataError as error:
             before = [each for each in list_checkpoints(path.parent) if each.name < path.name]
             offer = (
-                f"use the previous checkpoint with --resume {before[-1]}"
+                f"to use the previous checkpoint instead, pass --resume {before[-1]}"
                 if before
                 else "the run has no earlier checkpoint"
             )
-            raise DataError(f"{error}; this checkpoint is not used; {offer}") from None
+            raise DataError(f"{error}; {offer}") from None
 
     return world.together(check)
 
@@ -398,4 +398,4 @@ def check_model(folder: Path) -> None:
                 if name.startswith(f"{MODEL}/"):
                     _check(folder / Path(name).name, info)
         except DataError as error:
-            raise DataError(f"{error}; this model is not used; use the model of another checkpoint") from None
+            raise DataError(f"{error}; the model of another checkpoint can be used instead") from None

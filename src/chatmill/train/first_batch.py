@@ -31,7 +31,7 @@ SHOWN = 3
 ANSWER, PROMPT = 160, 60
 """Maximum number of characters to show from an answer, and from the end of its prompt."""
 TOKENS_PER_CHARACTER = 4
-"""Upper bound on the number of tokens in one character."""
+"""Upper bound on the number of tokens that encode one character."""
 ENDING = 3
 """An answer is complete if one of its last `ENDING` tokens is an end token. Some formats add a line break after the end
 token.
@@ -56,8 +56,8 @@ def trained_spans(batch: Batch) -> list[TrainedSpan]:
     """
     trained, segments = (np.asarray(part) for part in (batch.loss_mask, batch.segments))
     rows, length = trained.shape
-    # Set the segment id to -1 at untrained positions and around each row. As a result, each trained span is a run of
-    # equal ids.
+    # Set the segment id to -1 at untrained positions and around each row, so that each trained span is a run of equal
+    # ids.
     number = np.full((rows, length + 2), -1, dtype=np.int64)
     number[:, 1:-1] = np.where(trained, segments, -1)
     changes = number[:, 1:] != number[:, :-1]
@@ -151,7 +151,7 @@ def describe(
 
 
 class Endings(NamedTuple):
-    """Numbers of trained spans: all spans, spans with an end token, and truncated spans."""
+    """Counts of the trained spans: all spans, spans with an end token, and truncated spans."""
 
     spans: int
     ended: int

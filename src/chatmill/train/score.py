@@ -46,7 +46,7 @@ class EvalPrompt(NamedTuple):
     answer: list[int]
     """The token ids of the expected answer, up to and including the end token."""
     segment: int
-    """Index of the conversation in the rows."""
+    """Index of the conversation among all conversations of the rows."""
 
 
 def eval_prompts(rows: Rows, end_ids: Collection[int], left_out: Counter[str] | None = None) -> Iterator[EvalPrompt]:

@@ -19,7 +19,7 @@ class NonAnswers(NamedTuple):
     non_answers: int
     """Number of trained tokens that the loss mask does not mark."""
     trained: int
-    """Number of trained tokens: every token except the first token of each conversation, which is never predicted."""
+    """Number of tokens that the run trains on: all tokens except the first token of each conversation."""
 
     def __str__(self) -> str:
         share = f"{self.non_answers / self.trained:.0%}"

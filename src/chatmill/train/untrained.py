@@ -75,7 +75,7 @@ def _empty_reason(source: DataSource, split: str) -> str:
     unfinished = entries.get(("noted", UNFINISHED))
     if unfinished is not None:
         return f"{why}, because blocks end before the answers end ({UNFINISHED}); prepare the data with larger blocks"
-    return f"{why}; see chatmill stats {source.path}; prepare the data again from conversations with answers"
+    return f"{why} (see chatmill stats {source.path}); prepare the data again from conversations with answers"
 
 
 @dataclass

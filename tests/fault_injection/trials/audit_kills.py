@@ -57,7 +57,7 @@ def killed(folder: Path, seconds: float, *, drawing: bool) -> Ended:
     child = begin(lambda: loop(folder, None, lambda: os.close(send_ready)))
     os.close(send_ready)
     if drawing:
-        # `os.read` returns when the child closes its end of the pipe, before its first batch or when it exits.
+        # `os.read` returns when the child closes its end of the pipe: just before its first batch, or when it exits.
         os.read(ready_end, 1)
     time.sleep(seconds)
     os.close(ready_end)

@@ -186,7 +186,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 TRIAL = Trial(
     "changed input files",
     "Changes, replaces, adds or removes input files during a build or before it is resumed. The build must end with "
-    "a one-line error or give the dataset of the final input. `touch` must not count as a change",
+    "a one-line error or give the dataset of the final input. Running `touch` on a file must have no effect",
     work,
     full=2_000,
     short=45,

@@ -100,7 +100,7 @@ def _batches(loader: Any) -> Iterator[Any]:
 TRIAL = Trial(
     "dataset larger than memory",
     "Writes, reads, loads and verifies a dataset that is four times as large as the memory limit of the process. "
-    "The rows must be those that were stored",
+    "The rows that are read must be equal to the rows that were written",
     work,
     full=120,
     short=24,

@@ -170,7 +170,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "killed torchrun rank",
-    "Kills one of two ranks at a random step. The other rank must end. After a restart, weights, optimizer state "
+    "Kills one of two ranks at a random step. The other rank must exit. After a restart, weights, optimizer state "
     "and losses must be bitwise equal to those of an uninterrupted run",
     work,
     full=12,

@@ -61,7 +61,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         try:
             return str(reweigh_dataset(room / "old", room / "other", train_on="all"))
         except OSError as error:
-            # Convert the error as the command line does.
+            # Convert the error in the same way as the command line.
             raise DataError(f"{error.filename}: {error.strerror}") from None
 
     refused: dict[str, Callable[[], Any]] = {

@@ -24,7 +24,7 @@ from chatmill.records import Message, Record, ToolCall
 ROOT = Path(__file__).resolve().parents[3]
 CALL = ToolCall("lookup", '{"word":"gammaword","deep":true}', "call12345")
 RESULT = Message("tool", "deltaword", name="lookup", tool_call_id="call12345")
-# Each text contains a unique word, so that text of one message is detected in another.
+# Each text contains a unique word, so that tests notice if the text of one message appears in another.
 CONVERSATIONS = {
     "plain": Record([user("alphaword one"), answer("betaword two")]),
     "system": Record([Message("system", "omegaword rules"), user("alphaword one"), answer("betaword two")]),

@@ -6,6 +6,6 @@
 `certify/` checks a template and reports one line for each requirement of training.
 `tracing/` runs Jinja in a sandbox and tracks the origin of every output character.
 `answers/` derives which characters are trained on, with two methods that share no code.
-`layout` divides a rendering into cells for encoding.
-`encode` encodes the cells of many records to Rows.
+`layout` divides a rendering into control tokens and runs of text.
+`encode` encodes the texts of many records and builds Rows.
 """

@@ -114,7 +114,7 @@ class _Turns:
         return between[:size], between[size:]
 
     def _ends(self, closing: Sequence[str]) -> list[str]:
-        """Return the tokens after the last special token, because they end the turn.
+        """Return the tokens of `closing` that end the turn: all tokens after the last special token.
 
         Tokens before a special token are tags, as in `</response><|im_end|>`.
         """

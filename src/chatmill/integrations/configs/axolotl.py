@@ -113,7 +113,7 @@ def _take_layout(translation: Translation, keys: TheirKeys, layout: Layout) -> b
         other = layout.kinds.get("chat") or layout.kinds["style"]
         reason = (
             f"a recipe contains either plain text or conversations, but {other} has another type; "
-            "import each separately"
+            "import the datasets separately"
         )
         translation.refuse(layout.kinds["text"], "completion", reason)
     is_text = "text" in layout.kinds

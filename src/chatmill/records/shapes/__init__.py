@@ -71,7 +71,7 @@ _OTHER_FORMATS = {
 _HINT = f"set the shape with --shape: {', '.join(SHAPES)}"
 
 _DECODE_LINES: dict[str, DecodeLines] = {"messages": messages.decode_lines}
-"""Parsers for blocks of lines, for the most common shape."""
+"""A faster parser for the most common shape, which parses many lines at once."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ def _list_shapes(turns: list[Any]) -> dict[str, str]:
 _MESSAGE_KEYS = {"messages": "messages", "sharegpt": "conversations"}
 """Shapes whose records may be a bare list of messages, and the key for the list."""
 _BESIDE_A_TEXT = ("role", "from", "output", "outputs", "response", "responses", "answer", "answers", "completions")
-"""Keys that show that a `text` is not the whole record."""
+"""If a record has one of these keys, its `text` is only part of the conversation."""
 _KEYS_OF_SHAPES = {
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),

@@ -224,7 +224,7 @@ def read_record(
 
 
 class PlainMessages(NamedTuple):
-    """The keys and roles of messages that have only a role and a text."""
+    """The names of the keys and roles in messages that consist only of a role and a text."""
 
     role: str
     text: str
@@ -361,7 +361,7 @@ def read_weight(fields: KeyReader, role: Role | None = None) -> float | None:
         what = f"{owner} has {key} on role {role}, but this key is for assistant messages"
         raise RecordError(what, "use weight or train instead", kind="weight")
     if number and role == "tool":
-        what = f"{owner} has a weight over 0 on a tool result"
+        what = f"{owner} is a tool result with a weight above 0"
         raise RecordError(what, "expected no weight, or train: false", kind="weight")
     # Adding 0.0 turns -0.0 into 0.0.
     return float(number) + 0.0

@@ -1,9 +1,9 @@
 """A fork server, which is a fresh interpreter that forks locked-down processes on request.
 
 The server imports all modules that its processes need and never reads untrusted data. The server's standard input is a
-Unix socket: for each byte that arrives with two socket descriptors, the server forks a process. The first socket is the
-channel for requests and responses. The second socket is the leash: when the renderer closes its end or exits, the
-server kills the process. When a process exits, the server writes the exit code to the leash socket.
+Unix socket: for each byte that arrives with two socket descriptors, the server forks a process. The first of the two
+sockets is the channel, which carries requests and responses. The second is the leash: if the renderer exits or closes
+its end of the leash, the server kills the process. When a process exits, the server writes the exit code to the leash.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from chatmill.format.template.process import messages
 from chatmill.format.template.process.lockdown import lock_down
 
 CHANNEL = 0
-"""The file descriptor of the channel, which is the only descriptor of a forked process."""
+"""The file descriptor of the channel, which is the only open file descriptor of a forked process."""
 HEADER = struct.Struct("<Q")
 
 Service = Callable[[bytes], bytes]
@@ -45,7 +45,7 @@ def run_server(start: Callable[..., Service]) -> None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     control = socket.socket(fileno=CHANNEL)
     children: dict[int, socket.socket] = {}
-    """Maps the pid of each process to its leash socket. An entry is removed when its process is reaped."""
+    """Maps the pid of each running process to its leash, the socket that kills the process when closed."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(woken, select.POLLIN)
@@ -86,7 +86,10 @@ def _tell(leash: socket.socket, code: int) -> None:
 
 
 def _fork(channel: int, highest: int, start: Callable[..., Service]) -> int:
-    """Fork a process with `channel` as its only descriptor. `highest` is the highest open descriptor of the server."""
+    """Fork a process with `channel` as its only open file descriptor.
+
+    `highest` is the highest open file descriptor of the server.
+    """
     server = os.getpid()
     pid = os.fork()
     if pid:

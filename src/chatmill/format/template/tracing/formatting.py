@@ -106,7 +106,7 @@ def _check_digits(*numbers: str | None) -> None:
 
 
 def check_plain(value: Any, depth: int = 0) -> None:
-    """Raise if a value is not plain data. Functions, generators and types have no reproducible text."""
+    """Raise an error if a value is not plain data: the text of a function, generator or type is not reproducible."""
     if isinstance(value, (*_SCALARS, Undefined)):
         return
     if isinstance(value, list | tuple) and depth < MAX_DEPTH:

@@ -29,7 +29,7 @@ class TracedStr(str):
 
     pieces: tuple[TracedPiece, ...]
     trace: Trace | None
-    """The trace that receives the guards, or None if no piece has a slot."""
+    """The trace that guards are added to, or None if the text is the same in all conversations."""
 
     def plain(self) -> str:
         return str.__str__(self)
@@ -133,7 +133,7 @@ class TracedStr(str):
         return str.__hash__(self)
 
     def observe(self, function: str, *args: Any) -> Any:
-        """Return the result of a function in `STEP_FUNCTIONS`.
+        """Call a function in `STEP_FUNCTIONS` with this text, and return the result.
 
         Add a guard if the result may differ for another conversation.
         """
@@ -226,7 +226,10 @@ def literal(text: str, line: int = 0) -> TracedStr:
 
 
 def field(text: str, source: FieldPath, slot: int | None, trace: Trace | None) -> TracedStr:
-    """Return a field of a conversation as traced text. A field without a slot is the same in all records of a shape."""
+    """Return a field of a conversation as traced text.
+
+    `slot` is None if the text of the field is the same in all records that share the trace.
+    """
     return made([TracedPiece(text, source=source, slot=slot)], trace)
 
 
@@ -300,7 +303,7 @@ def _known(text: str) -> str:
 
 
 def _slot(text: TracedStr, trace: Trace) -> int:
-    """Return the slot for the whole text."""
+    """Return the slot number of the whole text in the trace; add a slot if necessary."""
     if len(text.pieces) == 1 and text.pieces[0].slot is not None:
         return text.pieces[0].slot
     return trace.value("fill_pattern", slots_of(text.pieces), pattern_of(text.pieces))
