@@ -71,6 +71,8 @@ def test_no_command_replaces_its_input_or_foreign_files(run, command):
     ("args", "code", "line"),
     [
         (["check", "none.jsonl"], 1, "none.jsonl"),
+        (["render", "empty.jsonl"], 1, "empty.jsonl: no records; expected at least one"),
+        (["render", "empty.jsonl", "--json"], 1, "empty.jsonl: no records; expected at least one"),
         (["check", "empty.jsonl"], 1, "empty.jsonl: no records; expected at least one"),
         (["check", "*.none"], 1, "*.none"),
         (["check", "chat.jsonl", "--shape", "rows"], 2, 'unknown shape "rows"'),
@@ -103,6 +105,16 @@ def test_errors_are_one_line_and_never_a_traceback(run, args, code, line):
     assert line in err
     assert err.count("\n") == 1
     assert err.startswith("chatmill: ")
+
+
+@pytest.mark.parametrize("command", [["check"], ["check", "--json"], ["render"], ["render", "--json"]])
+def test_an_input_whose_records_are_all_rejected_is_an_error(run, command):
+    Path("bad.jsonl").write_text(BAD * 2)
+    name, *more = command
+    code, _, err = run(name, "bad.jsonl", *more, "--on-error", "skip")
+    assert code == 1
+    assert err.endswith("chatmill: bad.jsonl: every record was rejected (2); expected at least one valid record\n")
+    assert Path("rejects.jsonl").read_text().count("\n") == 2
 
 
 def test_unknown_flags_and_commands_are_usage_errors(run):

@@ -9,12 +9,11 @@ import msgspec
 import typer
 
 from chatmill.cli.options import AsJson, Workers, counting_after_fork, echo_json, echo_line, print_losses
-from chatmill.cli.record_options import Inputs, ReadOptions, print_rejects
-from chatmill.errors import DataError, one_line
+from chatmill.cli.record_options import Inputs, ReadOptions, print_rejects, require_records
+from chatmill.errors import one_line
 from chatmill.prepare.survey import survey
 from chatmill.records import FilePart, Message, Record
-from chatmill.records.files import label, shown
-from chatmill.remote.urls import place
+from chatmill.records.files import label
 
 SHOWN_FILES = 5
 SHOWN_MESSAGES = 12
@@ -35,8 +34,8 @@ def check(inputs: Inputs, read: ReadOptions, workers: Workers = None, as_json: A
     with read.records(inputs) as records, counting_after_fork("records") as count:
         summary, files = survey(**records.read_options(), workers=workers, on_records=count)
         records.ledger.merge(summary.ledger)
-    if not summary.records and not records.ledger.total("rejected").rows:
-        raise DataError(f"{', '.join(shown(place(name)) for name in inputs)}: no records; expected at least one")
+    if not records.ledger.total("rejected").rows:
+        require_records(inputs, records, valid=summary.records)
     if as_json:
         reasons = {reason: entry.rows for bucket, reason, entry in records.ledger if bucket == "rejected"}
         counts = {
@@ -51,6 +50,7 @@ def check(inputs: Inputs, read: ReadOptions, workers: Workers = None, as_json: A
             {"records": summary.records, "with_assistant": summary.with_assistant, **counts}
             | {"files": shapes, "first": understood, "noted": noted}
         )
+        require_records(inputs, records, valid=summary.records)
         return
     noun = "record" if summary.records == 1 else "records"
     typer.echo(f"{summary.records:,} {noun}, {summary.with_assistant:,} of them with an assistant turn")
@@ -64,6 +64,7 @@ def check(inputs: Inputs, read: ReadOptions, workers: Workers = None, as_json: A
             echo_line(f"  {line}")
     print_losses(records.ledger)
     print_rejects(records)
+    require_records(inputs, records, valid=summary.records)
 
 
 def shape_lines(files: list[FilePart]) -> Iterator[str]:

@@ -11,11 +11,12 @@ import typer
 
 from chatmill.cli.expand import option
 from chatmill.cli.options import GivenPlace, argument
-from chatmill.errors import one_line
+from chatmill.errors import DataError, one_line
 from chatmill.format import Mask, TemplateOptions, TextTokens
 from chatmill.prepare.job import InputSource, Job
 from chatmill.prepare.rejects import CountedRecords
 from chatmill.records import SHAPES, ShapeOptions
+from chatmill.records.files import shown
 from chatmill.remote.urls import place
 from chatmill.rows import TrainOn
 
@@ -92,6 +93,15 @@ def print_rejects(records: CountedRecords) -> None:
         reasons = [f"{entry.rows} {reason}" for bucket, reason, entry in records.ledger if bucket == "rejected"]
         see = one_line(str(records.rejects.path), None)
         typer.echo(f"rejected {count:,}: {', '.join(reasons)}; see {see}", err=True)
+
+
+def require_records(inputs: Sequence[str], records: CountedRecords, *, valid: int) -> None:
+    """Raise an error if the input has no records, or if all of them were rejected."""
+    if not valid:
+        names, rejected = ", ".join(shown(place(name)) for name in inputs), records.ledger.total("rejected").rows
+        if rejected:
+            raise DataError(f"{names}: every record was rejected ({rejected:,}); expected at least one valid record")
+        raise DataError(f"{names}: no records; expected at least one")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,14 @@ from rich.text import Text
 from chatmill.answers import mask_answers, note_untrained
 from chatmill.cli.format_choice import print_format
 from chatmill.cli.options import AsJson, console_on_stdout, counted, print_losses, progress, share
-from chatmill.cli.record_options import Inputs, ReadOptions, RenderOptions, TemplateFlags, print_rejects
+from chatmill.cli.record_options import (
+    Inputs,
+    ReadOptions,
+    RenderOptions,
+    TemplateFlags,
+    print_rejects,
+    require_records,
+)
 from chatmill.config import LONGEST
 from chatmill.errors import UsageError
 from chatmill.fit import FitRule, truncate
@@ -101,12 +108,16 @@ def render_command(
                 for line in span_lines(rows, row, renderer.tokenizer, width=width):
                     console.print(line)
     ledger.check()
+    valid = ledger.total("rendered").rows + ledger.total("filtered").rows
+    if not ledger.total("rejected").rows:
+        require_records(inputs, records, valid=valid)
     print_format(render.format, render.tokenizer, template.chat_template)
     total = ledger.total("stored")
     trained = f"{total.trained:,} trained ({share(total.trained, total.tokens)})"
     typer.echo(f"{counted(total.rows, 'row')}, {total.tokens:,} tokens, {trained}", err=as_json)
     print_losses(ledger, err=as_json)
     print_rejects(records)
+    require_records(inputs, records, valid=valid)
 
 
 def _rendered(records: CountedRecords, renderer: Renderer, render: RenderOptions, limit: int | None) -> Iterator[Rows]:
