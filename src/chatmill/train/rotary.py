@@ -1,7 +1,8 @@
 """Rotary position embeddings, and a fused GPU kernel that splits a joint QKV projection into rotated heads.
 
 `split_heads` reads the projection once in the forward and once in the backward pass. Separate operations would read
-or write the projection seven times. Compiled layers can call `split_heads`, because its kernels are custom torch operators.
+or write the projection seven times. Compiled layers can call `split_heads`, because its kernels are custom torch
+operators.
 """
 
 from __future__ import annotations
