@@ -38,11 +38,11 @@ for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 collect_ignore = ["trainers"]
 
 process_watch.mark_children()
-# Child processes must buffer their output as they do for a user.
+# Child processes must buffer their output as they do when a user starts them.
 os.environ.pop("PYTHONUNBUFFERED", None)
 # With token authentication, a process that has used one Ray cluster cannot start another with a different home folder.
 os.environ["RAY_AUTH_MODE"] = "disabled"
-# Tests must not depend on the content of the tokenizer cache. Tests of the cache enable it.
+# Tests must not depend on the content of the tokenizer cache. Tests of the cache enable the cache.
 os.environ["CHATMILL_TOKENIZER_CACHE"] = "0"
 
 

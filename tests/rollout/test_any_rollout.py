@@ -85,7 +85,7 @@ def test_every_rollout_gives_a_valid_target(data, seed):
     in_prefix = slice(0, len(found.prefix_ids))
     assert set(part[in_prefix][mask[in_prefix]].tolist()) <= {int(Part.SLOT)}
 
-    # The prefix may end with a part of the rollout's next token.
+    # The prefix may end inside a token of the rollout.
     assert found.prefix_ids[: found.kept] == ids[: found.kept]
     if found.fallback is None:
         assert data.startswith(b"".join(map(TOY.piece, found.prefix_ids)))

@@ -281,7 +281,7 @@ class EpisodeReader:
 
 
 def _by_shard(shard: Index) -> Iterator[tuple[int, Selection]]:
-    """Yield each distinct shard with the indices of its entries, or with a slice if there is only one shard."""
+    """Yield each distinct value of `shard` with its indices in the array, or with a slice if all values are equal."""
     if not len(shard):
         return
     if bool((shard == shard[0]).all()):

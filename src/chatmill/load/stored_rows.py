@@ -81,7 +81,7 @@ def look_up(plan: LoadPlan, rows: Window) -> StoredRows | RowTable:
 
 
 def row_table(plan: LoadPlan, rows: Window, stored: StoredEpisodes | None = None) -> RowTable:
-    """Look up the layout of rows as a `RowTable`, which also contains the weights."""
+    """Look up the layout and the weights of rows, as a `RowTable`."""
     stored = stored or plan.reader.last_tokens(rows.episodes, plan.capacity)
     return RowTable(
         stored.tokens,

@@ -224,7 +224,7 @@ def _render(build: _Build, engine: Engine) -> Generator[tuple[Done, int], None, 
     Units completed by an interrupted build are not run again.
     """
     units, place = build.units, build.place
-    # On a cluster the workers check which units are complete.
+    # On a cluster, the workers check which units are complete.
     completed = _completed(build) if place.resumed and build.cluster is None else {}
     left = [unit for unit in units if unit.number not in completed]
     progress, before = SourceProgress(build.job, units), 0
@@ -251,7 +251,7 @@ def _render(build: _Build, engine: Engine) -> Generator[tuple[Done, int], None, 
 
 
 def _completed(build: _Build) -> dict[int, Done]:
-    """Return the results of units completed by an interrupted build, after checking the input bytes that they read."""
+    """Return the results of units that an interrupted build completed; raise `ChatmillError` if their input changed."""
     completed, checked, total = {}, 0, sum(unit.size for unit in build.units)
     for unit in build.units:
         if (done := finished(unit, build.place.units)) is not None:

@@ -1,10 +1,8 @@
 """Tokenizers, which convert text to ids and back. Text never becomes a control token.
 
-Tokenizer           a vocabulary with the control tokens of a format; open_tokenizer opens one
-MissingTokensError  the vocabulary lacks control tokens of the format
-TextTokenizer       the tokenizer protocol that the public API accepts
-TextColumns         many texts in one buffer
-train_bpe           trains a byte-level BPE tokenizer
+`open_tokenizer` opens a `Tokenizer`, which is a vocabulary with the control tokens of a format. `MissingTokensError` is
+raised if the vocabulary lacks control tokens of the format. `TextTokenizer` is the tokenizer protocol that the public
+API accepts. `TextColumns` contains many texts in one buffer. `train_bpe` trains a byte-level BPE tokenizer.
 """
 
 from chatmill.tokenizer.backend import TextColumns, TextTokenizer

@@ -178,7 +178,7 @@ class RunDir:
             self._reporter.log_samples(step, samples)
 
     def log_page(self, name: str, page: str) -> None:
-        """Write an HTML page about the data, and report it to the trackers."""
+        """Write an HTML report on the data, and log it to the trackers."""
         path = self.folder / REPORTS / name
         files.make_folder(path.parent)
         files.write_file(path, page.encode(), overwrite=True)

@@ -1,4 +1,4 @@
-"""Convert each key of another trainer's config to chatmill's keys, and report on it."""
+"""Convert each key of another trainer's config to chatmill's keys, and report the result for each key."""
 
 from __future__ import annotations
 
