@@ -104,7 +104,7 @@ FAULTS = {
     "index cut": (lambda t: cut(t / "episodes.idx", 60), "episodes.idx: is 60 bytes; expected a multiple of 16"),
     "no tokens": (
         lambda t: (t / "tokens.bin").unlink(),
-        "tokens.bin: no such file; expected the tokens of episodes.idx",
+        "tokens.bin: no such file, but every shard must have this file; copy the dataset again",
     ),
     "a huge index": (
         lambda t: np.array([[2**63, 2**63 + 1]], "<u8").tofile(t / "episodes.idx"),

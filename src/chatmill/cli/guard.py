@@ -65,7 +65,7 @@ def _exit_code(command: Callable[[], object]) -> int:
     except RecursionError:
         return _report("the input is nested too deeply; expected fewer levels", 1)
     except MemoryError as error:
-        # The message of numpy's MemoryError contains the requested size; Python's own has no message.
+        # The message of numpy's MemoryError contains the requested size; Python's MemoryError has no message.
         return _report(
             f"not enough memory ({one_line(str(error)) or 'allocation failed'}); process less data at a time", 1
         )

@@ -167,7 +167,7 @@ def counting_after_fork(what: str) -> Iterator[Callable[[int], None]]:
 
 
 def progress(items: Iterable[T], what: str) -> Iterator[T]:
-    """Yield the items, counting them on standard error."""
+    """Yield the items, and show a counter on standard error."""
     with counting(what) as advance:
         for item in items:
             yield item

@@ -1,4 +1,4 @@
-"""Fit rows into a model's context: truncate, pack, split into blocks, filter by length.
+"""Fit rows into a model's context: truncate, pack, split into blocks, and filter by length.
 
     truncate, truncate_with_sources  cut rows to a maximum number of tokens, by one of `RULES`
     pack, pack_lengths               combine several rows into one by best-fit decreasing
@@ -6,7 +6,7 @@
     turns_that_fit                   the first turns of a conversation that fit in a context
     gather, GatherPlan               make new rows from pieces of existing rows
 
-`truncate` and the block functions count in a ledger how many tokens they remove, repeat or add.
+`truncate` and the block functions record in a ledger how many tokens they remove, repeat or add.
 """
 
 from __future__ import annotations

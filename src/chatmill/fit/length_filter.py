@@ -10,8 +10,8 @@ from chatmill.rows import Index, Part, Role, Rows
 
 
 def turns_that_fit(rows: Rows, context_length: int) -> tuple[Index, Index]:
-    """For each row, return how many turns and tokens fit, or 0 and 0 if no answer fits. The system turn counts as a
-    turn.
+    """For each row, return how many turns and tokens fit, or 0 and 0 if no answer fits. The number of turns includes
+    the system turn.
 
         system user asst | user asst | user asst      each part must fit; the row ends before the first that does not
 

@@ -76,7 +76,7 @@ def adds_space(tokenizer: Tokenizer) -> bool:
 def joined(record: Record, train_on: TrainOn) -> Record:
     """Return the record with the prompt and its completion joined into one text.
 
-    Train ranges preserve the weights of the prompt and the completion.
+    The weights of the prompt and the completion are kept as `train_ranges`.
     """
     if len(record.messages) == 1:
         return record
@@ -90,7 +90,7 @@ def joined(record: Record, train_on: TrainOn) -> Record:
 
 
 def text_fault(record: Record, format: ChatFormat) -> RecordError | None:
-    """Return an error if the record has turns and the format has none, or the other way round."""
+    """Return an error if only one of the two, the record or the format, has turns."""
     if format.has_turns:
         if not record.is_text:
             return None

@@ -267,7 +267,7 @@ class EpisodeDataModule(LightningDataModule):
 
 
 class TrainBatches:
-    """The batches from the current position on; Lightning ends an epoch after `len` batches."""
+    """Yields batches, starting at the current position; Lightning ends an epoch after `len` batches."""
 
     def __init__(self, data: EpisodeDataModule) -> None:
         self._data = data

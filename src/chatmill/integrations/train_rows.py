@@ -261,7 +261,7 @@ class EvalRows(Dataset[ModelInputs]):
         return model_inputs(batch.batch, self.plan, scale, weights_in_labels=weights_in_labels)
 
     def _scale(self, first: int, size: int) -> float:
-        """Return the weight factor of the batch at row `first`; `size` is the batch size over all ranks."""
+        """Return the weight factor of the batch that starts at row `first`; `size` is the batch size over all ranks."""
         if self._scales is None or self._scales[0] != size:
             sums = [trained_weights(self.plan, step, size) for step in self.plan.one_epoch()]
             trained, weights = (np.concatenate(parts) for parts in zip(*sums, strict=True))

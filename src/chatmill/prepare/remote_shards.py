@@ -1,4 +1,4 @@
-"""Write shards of a dataset at a URL from staged objects, on any machine.
+"""Write the shards of a remote dataset from units that are staged in an object store; runs on any machine.
 
 The needed rows are first copied to a temporary folder, so memory use does not grow with the size of the shards.
 """
@@ -26,7 +26,7 @@ from chatmill.store.remote_publish import RemoteTarget, Uploads
 
 
 def write_remote_shards(plans: Sequence[ShardPlan], target: RemoteTarget, *, vocab_size: int) -> list[ShardInfo]:
-    """Write the files of some shards and upload each under its hash."""
+    """Write the files of the given shards, and upload each file with its hash as its name."""
     infos = []
     with tempfile.TemporaryDirectory(prefix="chatmill-") as name, Uploads(target) as uploads:
         folder = Path(name)

@@ -63,7 +63,7 @@ def table_rows(path: Place, *, start: int = 0, stop: int | None = None, log: Rea
 
 
 def _other_form(path: Place) -> tuple[str, str] | None:
-    """Return an error and advice if the file has another format, else None."""
+    """If the format of a file does not match its name, return an error and a suggestion, otherwise None."""
     with open_bytes(path) as file:
         start = file.read(LOOK)
     magic = _MAGIC[kind(path)]

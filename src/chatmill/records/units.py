@@ -27,7 +27,7 @@ BLOCK = 1 << 18
 WIDE_BLOCK = 1 << 20
 """Block size in bytes when lines are parsed into columns, which is faster with larger blocks."""
 LINE_END_BYTES = 1 << 16
-"""Bytes per request when searching an object for the end of a line."""
+"""Number of bytes per request when searching a remote file for the end of a line."""
 _SPACE = b" \t\r\n"
 _STRING = rb'(?:[^"\\]++|\\.)*+("?)'
 _STRING_END = re.compile(_STRING, re.DOTALL)

@@ -31,7 +31,7 @@ from chatmill.store.episodes import Episodes
 
 COLUMNS = np.dtype([("tokens", "<u8"), ("trained", "<u8"), ("sources", "<u8"), ("rules", "<u4"), ("roles", "u1")])
 MAX_SOURCES = 64
-"""Number of sources that have their own bit; all other sources share the last bit."""
+"""Number of bits for sources in the index. If a split has more sources, they share the last bit."""
 BLOCK = 1 << 15
 GRAM = 4
 BITS = 1 << 15
@@ -165,7 +165,7 @@ class SplitIndex:
     ) -> SearchHits:
         """Return up to `limit` of the `kept` episodes that contain a case-folded query, starting at episode `start`.
 
-        The search stops after about `seconds`; continue it from `SearchHits.after`.
+        The search stops after about `seconds` seconds, and can be continued from `SearchHits.after`.
         """
         deadline, hits, begun = monotonic() + seconds, list[int](), start
         # Read `searched` only once, because the builder may increase it during the search.

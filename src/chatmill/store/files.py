@@ -21,7 +21,7 @@ from chatmill.remote.urls import Place
 
 BUFFER = 1 << 20
 HURRY = 1 << 22
-"""Bytes written to a file before the system is told to start writing them to disk."""
+"""Number of bytes after which the operating system is told to start writing a file to disk."""
 AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
@@ -196,8 +196,8 @@ def sync_tree(folder: Path) -> None:
 def refuse_existing(path: Path, *, overwrite: bool, reads: Iterable[Place] = ()) -> None:
     """Raise `DataError` if a file cannot be written; call this before doing any work.
 
-    Even with `overwrite`, links and devices are never replaced. The path must not be one of the paths in `reads`, which
-    the command reads, or be inside one of them.
+    Even with `overwrite`, links and devices are never replaced. `reads` lists the paths that
+    the command reads; the file must be neither one of these paths nor inside one of these folders.
     """
     if local_path(path).is_dir():
         raise DataError(f"{path}: is a folder; expected the name of a file")

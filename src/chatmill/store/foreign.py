@@ -67,7 +67,7 @@ def split_folders(folder: OpenFolder) -> Iterator[Path]:
 
 
 def trace_of_chatmill(folder: OpenFolder) -> Path | None:
-    """Return a file that only chatmill writes, or None if the dataset has no such file."""
+    """Return the path of a file that only chatmill writes, or None if the dataset contains no such file."""
     state = folder.path / TOKENIZER_STATE
     is_alone = folder.status(folder.path / METADATA) is None and folder.status(state) is not None
     if is_alone and not _is_foreign_state(folder, state):
@@ -267,7 +267,7 @@ def _shard_files(folder: OpenFolder, place: Path) -> _ShardFiles:
     if (size := folder.stamps[index].size) % EPISODE.itemsize:
         raise DataError(f"{index}: is {size} bytes; expected a multiple of {EPISODE.itemsize}")
     if not folder.is_file(tokens):
-        raise DataError(f"{tokens}: no such file; expected the tokens of {INDEX}")
+        raise DataError(f"{tokens}: no such file, but every shard must have this file; copy the dataset again")
     tokens_size = folder.stamps[tokens].size
     mask_size = folder.stamps[mask].size if folder.is_file(mask) else None
     with reading():
@@ -295,7 +295,8 @@ def _end(entries: Table) -> int:
     if not len(entries):
         return 0
     ends = entries["start"] + entries["length"]
-    # An end that overflows 64 bits is larger than all others. Python integers, as in the sum below, cannot overflow.
+    # An end position that overflows 64 bits is larger than all others. The sum below uses Python integers, which do not
+    # overflow.
     overflows = ends < entries["start"]
     furthest = int(overflows.argmax() if overflows.any() else ends.argmax())
     start, length = entries[furthest].item()

@@ -1,12 +1,12 @@
 """Encode texts with control tokens to the same ids that Hugging Face `tokenizers` returns for the whole text.
 
-Text tokens are control tokens that may also come from text, such as `<think>`. Text tokens are added tokens, but not
-special tokens.
+Text tokens are control tokens that the text of a message may also produce, such as `<think>`. Text tokens are added
+tokens, but not special tokens.
 
 A text can be encoded by sections: the fast engine encodes each text between two control tokens. A text can also be
 encoded as a whole: `tokenizers` encodes the complete text, with aliases in place of control tokens. Texts are encoded
-by sections if this gives the same ids for the probe texts as encoding them as a whole. Encoding a text as a whole is
-always exact and gives the offset of each token, but is slower.
+by sections if both methods give the same ids for the probe texts. Encoding a text as a whole is always exact and gives
+the offset of each token, but is slower than encoding by sections.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class ControlEncoder:
 
     @cached_property
     def normalizes(self) -> bool:
-        """Whether the tokenizer changes texts and `encode_whole` is not available."""
+        """Whether the tokenizer normalizes texts; always false if `encode_whole` is available."""
         if self.can_encode_whole:
             return False
         flat, start = self.tokenizer.encode_batch(PROBE)

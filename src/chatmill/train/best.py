@@ -29,7 +29,7 @@ class BestEval:
     loss: float | None = None
     step: int = 0
     reference: float | None = None
-    """A val loss counts as an improvement if it is below `reference` by more than early_stop_min_delta."""
+    """A val loss is an improvement if it is lower than `reference` by more than early_stop_min_delta."""
     waited: int = 0
     """Number of evaluations since the last improvement."""
 

@@ -1,7 +1,7 @@
 """Generate answers: greedy decoding, sampling, and beam search.
 
-The random draw for a token depends only on the seed, the step, the row and the token's position in the answer. Any
-answer can therefore be reproduced without the other answers of its batch.
+The random draw for a token depends only on the seed, the step, the row and the token's position in the answer. An
+answer can therefore be reproduced without generating the rest of its batch.
 """
 
 from __future__ import annotations

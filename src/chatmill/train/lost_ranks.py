@@ -50,7 +50,7 @@ WAKE = signal.SIGURG
 MOST_BYTES = 1 << 14
 """Maximum length of a message, in bytes."""
 MOST_UNKNOWN = 64
-"""Maximum number of open connections that have not sent the token of the run yet."""
+"""Maximum number of open connections that have not sent the secret of the run yet."""
 SHOWN_RANKS = 8
 
 
@@ -69,7 +69,7 @@ class LostRankError(RankError):
 
 @dataclass
 class _Connection:
-    """A connection to another rank; `rank` is None until the other rank has sent the token of the run."""
+    """A connection to another rank; `rank` is None until the other rank has sent the secret of the run."""
 
     connection: socket.socket
     rank: int | None = None

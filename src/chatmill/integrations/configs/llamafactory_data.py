@@ -44,7 +44,7 @@ def why_not_sft(entry: Mapping[str, Any]) -> str | None:
 def take_entry(translation: Translation, name: str, entry: Any, folder: Place, *, only_val: bool = False) -> None:
     """Convert one entry of dataset_info.json to a source; an unusable entry makes the import fail."""
     if not isinstance(entry, dict):
-        translation.refuse(name, entry, "an entry of dataset_info.json must be a table")
+        translation.refuse(name, entry, "an entry of dataset_info.json must be an object")
         return
     if reason := why_not_sft(entry):
         translation.refuse(name, entry, reason)

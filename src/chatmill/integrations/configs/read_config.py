@@ -32,7 +32,7 @@ def read_config(path: str | Place, what: str) -> dict[str, Any]:
         raise DataError(f"{name}: cannot be read ({error.strerror}); expected {what}") from None
     table = _parse_json(data, name) if name.lower().endswith(".json") else _parse_yaml(data, name)
     if not isinstance(table, dict):
-        raise DataError(f"{name}: the file is not a table of keys; expected {what}")
+        raise DataError(f"{name}: the file has no keys at the top level; expected {what}")
     _check_size(table, name)
     if wrong := [key for key in table if not isinstance(key, str)]:
         raise DataError(f"{name}: the key {one_line(repr(wrong[0]))} is not a string; expected {what}")

@@ -53,7 +53,7 @@ def _refuse_json(data: bytes) -> None:
 
 
 def from_text(data: bytes) -> list[ParsedRecord]:
-    """Parse the conversations of raw text, without whitespace around them."""
+    """Parse raw text into conversations, without the whitespace before and after each conversation."""
     return conversations(decode_text(data), trim=True)
 
 

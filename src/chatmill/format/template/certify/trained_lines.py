@@ -274,6 +274,6 @@ def own_records(seen: Observations) -> Finding:
         if "_left_out" in what
     ]
     if left_out:
-        what = f"{text}; every answer is trained on; the template drops {' and '.join(left_out)}"
+        what = f"{text}; every answer is trained on, but the template drops {' and '.join(left_out)}"
         return Finding("records", Level.WARN, what, details)
     return Finding("records", Level.PASS, f"{text}; every answer is trained on", details)
