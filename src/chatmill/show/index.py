@@ -31,7 +31,7 @@ from chatmill.store.episodes import Episodes
 
 COLUMNS = np.dtype([("tokens", "<u8"), ("trained", "<u8"), ("sources", "<u8"), ("rules", "<u4"), ("roles", "u1")])
 MAX_SOURCES = 64
-"""Number of bits for sources in the index. If a split has more sources, they share the last bit."""
+"""Number of bits for sources in the index. If a split has more sources than bits, some sources share the last bit."""
 BLOCK = 1 << 15
 GRAM = 4
 BITS = 1 << 15

@@ -196,8 +196,8 @@ def sync_tree(folder: Path) -> None:
 def refuse_existing(path: Path, *, overwrite: bool, reads: Iterable[Place] = ()) -> None:
     """Raise `DataError` if a file cannot be written; call this before doing any work.
 
-    Even with `overwrite`, links and devices are never replaced. `reads` lists the paths that
-    the command reads; the file must be neither one of these paths nor inside one of these folders.
+    Even with `overwrite`, links and devices are never replaced. `reads` lists the files and folders that the command
+    reads; the new file must not be one of these files or be inside one of these folders.
     """
     if local_path(path).is_dir():
         raise DataError(f"{path}: is a folder; expected the name of a file")
