@@ -138,7 +138,7 @@ class Model:
 
 
 def outcomes(seed: int) -> dict[str, Callable[[int], int]]:
-    """Return three outcomes of a power loss: no unsynced change survives, all survive, or a random number of them."""
+    """Return three outcomes of a power loss: none, all, or a random number of the unsynced changes survive."""
     rng = random.Random(seed)
     return {
         "nothing": lambda count: 0,

@@ -20,7 +20,7 @@ RUN = Path(__file__).with_name("run.py")
 
 
 def run_json(*flags: str) -> Any:
-    """Run the runner as a separate process, because it forks and must have only one thread."""
+    """Run the trials in a separate process, because a process that forks must have only one thread."""
     done = subprocess.run([sys.executable, RUN, *flags, "--json"], capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr
     return json.loads(done.stdout)

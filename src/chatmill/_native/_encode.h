@@ -11,7 +11,7 @@
 
 typedef struct {
     Cutter cutter;
-    Table table; /* the initial words, which are copied to every new workspace */
+    Table table; /* the initial word table, which is copied to every new workspace */
     Heap classes;
     Heap added; /* added tokens to search for before splitting, each stored as one length byte followed by its bytes */
 } Model;

@@ -90,7 +90,7 @@ def report(
     """Write an HTML report about a dataset: trained, truncated and dropped tokens, lengths, packing and samples.
 
     The page is a single file without scripts or external resources, and supports dark mode, printing and keyboard
-    navigation. The same dataset always gives the same bytes.
+    navigation. The same dataset always produces the same file.
 
     \b
     Examples:

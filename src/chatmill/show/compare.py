@@ -98,7 +98,7 @@ class TokenDifference:
 
 
 class Outcome(StrEnum):
-    """How the rows of the two libraries compare, for one record."""
+    """The result of comparing the rows of the two libraries for one record."""
 
     EQUAL = "equal"
     MASK = "trained differently"

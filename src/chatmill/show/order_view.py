@@ -133,7 +133,10 @@ def rows_at(log: Path, step: int, dataset: Place, sources: Sequence[str] | None 
     replayed = replay_step(log, step, dataset)
     mixed = tuple(source.name for source in replayed.plan.sources)
     if sources is not None and mixed != tuple(sources):
-        raise DataError(f"{log}: the run mixed {', '.join(map(one_line, mixed))}; view their folder with --config")
+        raise DataError(
+            f"{log}: the run mixed the datasets {', '.join(map(one_line, mixed))}; "
+            "pass their folder, and the config of the run with --config"
+        )
     episodes = in_whole(replayed.plan.sources, replayed.plan.split, replayed.step.episodes)
     rows = [episodes[start:stop].tolist() for start, stop in pairwise(replayed.step.first.tolist())]
     epoch, split = replayed.step.at.epoch, replayed.plan.split

@@ -281,7 +281,7 @@ def runs(size: int, seed: int, folder: Path, tally: Tally, *, kinds: Sequence[st
 
 
 def came_to(place: Path) -> Any:
-    """Return the last checkpoint's tensors, and all losses. Raise if the audit log does not verify."""
+    """Return the last checkpoint's tensors, and all losses. Raise if the audit log fails verification."""
     from chatmill.audit import verify_log
     from chatmill.train.checkpoint import list_checkpoints
     from chatmill.train.run_dir import read_metrics, read_rows
