@@ -195,7 +195,7 @@ def test_every_scenario_gives_the_transformers_prompt_and_the_specified_answer(o
         assert keys[len(keys) - len(scenario.appended) :] == [
             f"object_{scenario.first + at}" for at in range(len(scenario.appended))
         ], name
-        # Tokens of the prefix equal those of the rollout, except for a token that the end of the prefix splits.
+        # The prefix has the same tokens as the rollout, except for a token that is split at the end of the prefix.
         size = len(scenario.prefix.encode())
         ends = list(accumulate(len(tokens.piece(id)) for id in ids))
         kept = 0 if scenario.is_fallback else sum(end <= size for end in ends)

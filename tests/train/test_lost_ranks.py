@@ -134,7 +134,7 @@ def test_a_suspended_rank_is_waited_for_and_a_killed_rank_ends_all_ranks(tmp_pat
     wait_for(tmp_path / "went on")
     ranks.send(3, signal.SIGKILL)
     for rank in range(3):
-        # When one rank has ended, torchrun sends SIGTERM to the others.
+        # When one rank has ended, torchrun sends SIGTERM to the other ranks.
         ranks.send(rank, signal.SIGTERM)
     assert ranks.ended() == [1, 1, 1, -signal.SIGKILL]
     [(speaker, line)] = ranks.lines()

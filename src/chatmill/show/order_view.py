@@ -95,7 +95,7 @@ def _packed_row(plan: LoadPlan, episode: int, epoch: int, window: int) -> tuple[
 
 
 def audit_logs(places: Sequence[Path]) -> list[Path]:
-    """Return the audit logs in these files and folders."""
+    """Return the audit logs in the given files and folders."""
     logs: list[Path] = []
     for place in places:
         here = sorted(place.glob("*.log")) if local_path(place).is_dir() else [place]

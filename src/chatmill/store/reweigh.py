@@ -242,7 +242,7 @@ def _has_joined_prompt(table: Table) -> bool:
 
 
 def _mask(table: Table) -> Iterator[NDArray[np.uint8]]:
-    """Yield the mask of these spans in chunks of about `TOKENS` tokens."""
+    """Yield the mask of the given spans in chunks of about `TOKENS` tokens."""
     start = offsets(table["length"])
     at = 0
     while at < len(table):

@@ -28,8 +28,8 @@ from chatmill.train.trackers.tensorboard_tracker import TensorBoardTracker
 from chatmill.train.trackers.wandb_tracker import WandbTracker
 
 TRACKERS: Mapping[str, Callable[[], Tracker]] = {
-    # Trackers start in this order. TensorBoard starts last, so that it writes no files if another tracker refuses the
-    # run.
+    # Trackers start in the order of this table. TensorBoard starts last, so that it writes no files if another tracker
+    # refuses the run.
     "mlflow": MlflowTracker,
     "wandb": WandbTracker,
     "tensorboard": TensorBoardTracker,
