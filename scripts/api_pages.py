@@ -3,8 +3,8 @@
     python scripts/api_pages.py --write    write the pages
     python scripts/api_pages.py --check    exit 1 if a page is out of date
 
-A name that both `chatmill` and a package export is on the page of `chatmill`. The page of the package links to the page
-of `chatmill`.
+If `chatmill` and one of its packages export the same name, the name is documented on the page of `chatmill`, and the
+page of the package links to it.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def test_each_reject_has_its_place_its_reason_and_its_text(tmp_path, monkeypatch
             "line": 4,
             "id": "x",
             "kind": "type",
-            "reason": "the record has messages as a string that is not JSON: invalid JSON at column 1 (invalid "
-            "character); expected a list of messages, or a list as JSON text",
+            "reason": '"messages" is a string that is not JSON: invalid JSON at column 1 (invalid character); '
+            "expected a list of messages, or a list as JSON text",
             "raw": LONG[:4096].decode(errors="replace"),
         },
         {

@@ -116,7 +116,7 @@ def test_a_record_accepts_messages_dicts_and_tool_definitions():
         ([hello, "Hello"], "message 1 is a string; expected an object"),
         (
             "Hi",
-            "the record has messages as a string that is not JSON: invalid JSON at column 1 (invalid character); "
+            '"messages" is a string that is not JSON: invalid JSON at column 1 (invalid character); '
             "expected a list of messages, or a list as JSON text",
         ),
     ):

@@ -121,7 +121,7 @@ def test_files_with_only_invalid_records_are_left_to_the_reader(read_bytes):
             [{"text": "the question", "outputs": [{"text": "the answer"}]}],
             f'a.jsonl: cannot detect the shape of records with the keys "text", "outputs"; {HINT}, {COLUMNS}',
         ),
-        ([{**ALPACA, "response": "b"}], f"a.jsonl: the records can be alpaca or dolly; {HINT}"),
+        ([{**ALPACA, "response": "b"}], f"a.jsonl: the records match the shapes alpaca and dolly; {HINT}"),
         (
             [PLAIN, b"", ALPACA],
             f"a.jsonl:3: records of shape messages or tool and alpaca in one file; split the file, or {HINT}",

@@ -184,8 +184,8 @@ class RowTable:
         self._x_length = np.minimum(stop, block_size) - np.minimum(start, block_size)
         self._x_segment = inputs.put(self._number, self._num_segments).astype(np.int32)
 
-        # Convert spans to runs of positions in y. The first token of a segment is a separate run without loss. At the
-        # start of a row, this run is empty, because no token of x predicts the first token.
+        # Convert spans to runs of positions in y. The first token of a segment is a separate run without loss. The run
+        # for the first token of a row is empty, because no token of x predicts that token.
         border, not_empty = spans.segment_first[:-1], size > 0
         length = spans.length.copy()
         length[border[not_empty]] -= 1
@@ -289,9 +289,7 @@ class _PaddedRuns:
     """
 
     def __init__(self, first: Index, borders: Index | None = None) -> None:
-        """`borders` contains the indices of runs that get a separate value in `put`; the indices also count padding
-        runs.
-        """
+        """`borders` lists the runs for which `put` has a separate argument, as indices that also count padding runs."""
         self.edges = offsets(np.diff(first) + 1)
         self._padding, self._borders = self.edges[1:] - 1, borders
         self._real = np.ones(self.edges[-1], dtype=np.bool_)
@@ -300,7 +298,7 @@ class _PaddedRuns:
             self._real[borders] = False
 
     def put(self, values: NDArray[Any], padding: NDArray[Any] | int, borders: NDArray[Any] | int = 0) -> NDArray[Any]:
-        """Return the values of all runs, including runs of padding and the runs at `borders`."""
+        """Return one array with the values of all runs, including padding runs and the runs at `borders`."""
         out = np.empty(len(self._real), dtype=values.dtype)
         out[self._real], out[self._padding] = values, padding
         if self._borders is not None:

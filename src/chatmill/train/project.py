@@ -37,7 +37,10 @@ def project_settings() -> dict[str, Any]:
 
 
 def project_keys(settings: Mapping[str, Any], dataset_dir: object) -> dict[str, Any]:
-    """Convert the settings to training config keys. `dataset_dir` comes from the flags or the config file, if set."""
+    """Convert the settings to training config keys.
+
+    `dataset_dir` is the value from the flags or the config file, or None.
+    """
     keys: dict[str, Any] = {}
     if SEED in settings:
         keys |= {"seed": settings[SEED], "epoch_seed": settings[SEED]}

@@ -55,7 +55,7 @@ class Stage:
     """A stage of a run: consecutive steps on the same data."""
 
     start: int
-    """Number of steps of the run before this stage."""
+    """Number of steps that the run completed before this stage."""
     length: RunLength
     schedule: LRSchedule
     dataset_sha256: str

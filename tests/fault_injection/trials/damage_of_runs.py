@@ -133,8 +133,8 @@ CHECKPOINTS = Trial(
 )
 AUDIT_LOGS = Trial(
     "changed audit logs",
-    "Flips one bit of an audit log, swaps two lines, or removes a line. The hash chain, the saved head or the dataset "
-    "must reveal the change",
+    "Flips one bit of an audit log, swaps two lines, or removes a line. The hash chain, the hash in the checkpoint "
+    "or the dataset must reveal the change",
     audit_logs,
     full=200,
     short=24,

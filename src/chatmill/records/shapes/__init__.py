@@ -236,7 +236,7 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
     if "messages" in possible:
         return "messages", possible["messages"]
     if len(possible) > 1:
-        raise DataError(f"{file}: the records can be {' or '.join(sorted(possible))}; {_HINT}")
+        raise DataError(f"{file}: the records match the shapes {' and '.join(sorted(possible))}; {_HINT}")
     return possible.popitem()
 
 

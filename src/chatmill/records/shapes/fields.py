@@ -86,7 +86,7 @@ class KeyReader:
                 return
             self._unread[one_line(self._path + key)] = None
 
-    # Read a value of any type.
+    # Methods that return a value of any type.
 
     def take(self, key: str) -> Any:
         """Take the value of `key`; None if it is null or missing."""
@@ -251,7 +251,7 @@ def message_list(record: KeyReader, key: str) -> list[Any]:
     """Return the non-empty list of messages under `key`: dicts or `Message` objects."""
     turns = record.required(key)
     if type(turns) is str:
-        what = f"the record has {key} as a string that is not JSON"
+        what = f'"{key}" is a string that is not JSON'
         turns = json_value(turns, what, "expected a list of messages, or a list as JSON text", kind="type")
     if type(turns) not in (list, tuple):
         raise RecordError(f"the record has {named(turns)} as {key}", "expected a list of messages", kind="type")

@@ -1,4 +1,4 @@
-"""Derive answers by prefix: compare the prompts that a server would send with the rendering, as plain text.
+"""Locate the answers in a rendering: compare its text with the prompts that a server would send for each answer.
 
 If the prompt for an answer is a prefix of the rendering, the answer starts where the prompt ends. If the conversation
 up to and including the answer is also a prefix of the rendering, with or without a generation prompt, the answer ends
@@ -34,7 +34,7 @@ def answers_by_prefix(
     ends: Collection[str],
     eos: str | None = None,
 ) -> list[PrefixAnswer]:
-    """Return the answer of each message in `assistants`, with None for positions that no prefix determines.
+    """Return the start and stop of the answer in each message of `assistants`; None if no prefix determines them.
 
     `ends` contains the tokens at which a server stops. The assistant header is taken from the first prompt that has
     one. `prompts` contains the number of messages in each prompt to search.
