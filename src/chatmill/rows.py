@@ -282,7 +282,7 @@ class Rows:
 
 
 def concat(parts: Sequence[Rows]) -> Rows:
-    """Concatenate rows; a file that occurs in several parts is listed once."""
+    """Concatenate several `Rows`; a file that occurs in several of them is listed only once."""
     if not parts:
         return EMPTY
     files = {file: number for number, file in enumerate(dict.fromkeys(f for part in parts for f in part.files))}

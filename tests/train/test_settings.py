@@ -108,8 +108,8 @@ def test_a_run_without_data_says_where_to_set_it(runs):
     with pytest.raises(UsageError) as error:
         config_of(runs)
     assert str(error.value) == (
-        "dataset_dir is missing; expected the folder of a dataset, or data.caches.sft_token_cache in chatmill.toml, "
-        "or data/cache/sft"
+        "dataset_dir is missing; pass --dataset_dir, set data.caches.sft_token_cache in chatmill.toml, "
+        "or build a cache in data/cache/sft"
     )
 
 

@@ -175,7 +175,7 @@ def test_both_commands_read_the_same_flags(monkeypatch, flags):
 
 def test_chatmill_train_reports_errors_in_one_line(place, monkeypatch, capsys):
     for args, code, said in (
-        (["--model_name", "x"], 2, "chatmill: dataset_dir is missing; expected the folder of a dataset\n"),
+        (["--model_name", "x"], 2, "chatmill: dataset_dir is missing; pass --dataset_dir, set "),
         (["--bogus", "1"], 2, "chatmill: unrecognized arguments: --bogus 1; see chatmill train --help\n"),
         ([], 2, "chatmill: --model_name is missing; expected a name for the run\n"),
         (

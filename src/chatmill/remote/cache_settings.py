@@ -42,8 +42,9 @@ def parse_size(text: str, name: str) -> int:
 
 
 def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks")) -> Path:
-    """Create and return the cache folder, with the subfolders `parts`; raise `UsageError` if other users can write to
-    it.
+    """Create the cache folder and the subfolders in `parts`, and return the cache folder.
+
+    Raise `UsageError` if other users can write to the folder.
     """
     named = os.environ.get(FOLDER)
     path = Path(named or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "chatmill")

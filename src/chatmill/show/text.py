@@ -54,7 +54,7 @@ class TokenText:
 
     def text(self, ids: Sequence[int], *, keep: str = "", limit: int | None = None) -> str:
         """Return the text of all tokens, decoded together."""
-        # A character has at most four tokens, so 4 * limit nonempty tokens contain at least `limit` characters.
+        # A character spans at most four tokens, so 4 * limit nonempty tokens contain at least `limit` characters.
         ids = ids if limit is None else ids[: 4 * limit + 4]
         return visible(b"".join(map(self.piece, ids)).decode("utf-8", "backslashreplace"), keep=keep, limit=limit)
 

@@ -2,8 +2,8 @@
 
 A dataset is replaced by swapping its folder for another folder. While a dataset is opened, `OpenFolder` reads all files
 through a file descriptor of the folder. Later, `StoredFiles` maps files on demand: each time, it opens the folder again
-and checks that the dataset was not replaced. For this check, `StoredFiles` keeps the metadata mapped, because the inode
-number of a mapped file is not reused.
+and checks that the dataset was not replaced. `StoredFiles` compares the inode number of the metadata, and keeps the
+metadata mapped, because the inode number of a mapped file is not reused.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class StoredFiles:
         there = folder.status(self._marker) is not None
         same = there and folder.stamps[self._marker] == self._stamps[self._marker]
         if there and self._held is None:
-            # After unpickling, in another process or on another machine, compare the content of the metadata.
+            # After unpickling, the inode number may differ or be reused, so compare the content of the metadata.
             if self._digest is not None:
                 folder.read(self._marker)
                 same = folder.digests[self._marker] == self._digest

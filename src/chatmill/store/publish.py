@@ -67,9 +67,9 @@ DATASET = FolderKind(
 @dataclass(frozen=True)
 class _Contents:
     own: list[str]
-    """Files and folders of this kind, each folder before its contents."""
+    """Paths that chatmill wrote, each folder before its contents."""
     others: list[str]
-    """Files and folders that do not belong to this kind; the contents of these folders are not listed."""
+    """Paths that chatmill did not write; the contents of these folders are not listed."""
 
 
 def _contents(folder: Path, is_own: Callable[[str], object], prefix: str = "") -> _Contents:
@@ -130,7 +130,7 @@ def check_target(target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -
 
 
 def _check_replaceable(folder: Path, target: Path, kind: FolderKind) -> None:
-    """Raise `DataError` unless the marker lists everything in `folder`; the message names `target`."""
+    """Raise `DataError` unless the marker lists everything in `folder`; the error message names `target`."""
     if folder.is_symlink() or not folder.is_dir():
         raise DataError(f"{target}: is not a folder and is not replaced; remove it or use another name")
     if not any(folder.iterdir()):

@@ -52,7 +52,7 @@ class Verified:
     sha256: str | None
     """The hash of the dataset; None if another program wrote it, or if it cannot be read."""
     unread: tuple[str, ...] = ()
-    """Files in another program's shards that chatmill does not read."""
+    """Files that chatmill does not read, in shards written by another program."""
 
 
 def verify_dataset(path: str | Place, *, full: bool, token_dtype: str | None = None) -> Verified:

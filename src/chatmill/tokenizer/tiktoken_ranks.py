@@ -126,7 +126,7 @@ def _published(place: str, sha256: str) -> dict[str, Any] | None:
 
 
 def _definition(place: str, name: str) -> tuple[str, dict[str, Any]]:
-    """Return an encoding of the installed tiktoken: the hash of its rank file, and its definition.
+    """Return the hash of the rank file and the definition of an encoding in the installed tiktoken.
 
     tiktoken's constructor would download the ranks, so this function runs it with a loader that only records the hash.
     """

@@ -188,7 +188,7 @@ def run(
     config, notes = _config_of(flags, where, settings)
     if config.dataset_dir is None:
         raise UsageError(
-            f"dataset_dir is missing; expected the folder of a dataset, or {CACHE_ROOT} in {FILE}, or {CACHES}"
+            f"dataset_dir is missing; pass --dataset_dir, set {CACHE_ROOT} in {FILE}, or build a cache in {CACHES}"
         )
     return train_model(
         config,

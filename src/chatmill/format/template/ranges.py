@@ -66,7 +66,7 @@ def _lost(content: str, missing: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> 
 def section_weights(
     weights: CharWeights, layout: TokenLayout, slots: Sequence[str], ids: Ids, encoder: ControlEncoder
 ) -> TokenWeights | None:
-    """Return the token weights of a row encoded by sections, or None if its tokens do not decode to its text."""
+    """Return the token weights of a row encoded section by section, or None if its tokens do not decode to its text."""
     starts = offsets(np.array([len(fill_slots(text, slots)) for text in layout.texts]))
     out = TokenWeights.none(len(ids))
     at = 0
