@@ -38,7 +38,7 @@ Clock = Callable[[], datetime]
 
 
 class AuditError(ChatmillError):
-    """Raised if the audit log cannot be written or continued; it stops the run."""
+    """Raised if the audit log cannot be written or continued; the run then stops."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 EVERY = 100
 """Maximum number of steps per digest."""
 ROW_DIGEST = "sha256"
-"""The row digest that loaders compute; a key of `DIGESTS`."""
+"""Name of the row digest that loaders compute; a key of `DIGESTS`."""
 SHOWN = 10
 """Maximum number of episodes listed in an epoch_start line."""
 Numbers = NDArray[np.int64]
@@ -224,7 +224,7 @@ def dataset_fields(plan: LoadPlan) -> dict[str, Any]:
     config = {each.name: getattr(plan.config, each.name) for each in fields(LoadConfig)}
     for name in ("token_dtype", "mix_epochs"):
         if config[name] is None:
-            # Omit these keys if they are null, so that logs of earlier versions, which lack them, can be verified.
+            # Omit keys that are null: logs of earlier versions lack these keys and must still pass verification.
             del config[name]
 
     def count(split: str) -> int:

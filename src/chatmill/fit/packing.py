@@ -109,11 +109,11 @@ def _check(lengths: Index, capacity: int) -> None:
 
 
 def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> list[tuple[int, int, int]]:
-    """Place runs of rows in bins, longest rows first. A run is (length, number of rows).
+    """Place runs of rows in bins, longest rows first. Each run is a pair (length, number of rows).
 
-    Return steps of (first bin, number of bins, rows per bin). After a row is placed, its bin is also the best fit for
-    the next row of the same length, until the bin is full. Equally full bins receive the same number of rows of one
-    length, so one step fills a range of bins:
+    Each step in the result is a tuple (first bin, number of bins, rows per bin). After a row is placed, its bin is also
+    the best fit for the next row of the same length, until the bin is full. Equally full bins receive the same number
+    of rows of one length, so one step fills a range of bins:
 
         bins 7 to 9 with space for 5, six rows of 2  ->  (7, 3, 2)        space for 1 remains in each
     """
@@ -158,7 +158,7 @@ def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> 
 
 
 def _grouped(group: Index) -> Index:
-    """Compute the stable argsort several times faster than `np.argsort` does; `group` is overwritten."""
+    """Return the stable argsort of `group`, several times faster than `np.argsort`; overwrites `group`."""
     group *= len(group)
     group += np.arange(len(group), dtype=np.int64)
     group.sort()

@@ -317,7 +317,7 @@ def _windows(rows: Rows, capacity: int) -> Truncation:
 
 
 def _window_ends(at: int, stop: int, boundaries: list[int], room: int, first_exchange: int) -> list[int]:
-    """Return where each window's trained range ends; exchanges start at `boundaries`."""
+    """Return the end of the trained range of each window; `boundaries` are the starts of the exchanges."""
     ends = []
     whole = True
     while at < stop:

@@ -50,7 +50,7 @@ RecordTest = Callable[[Record], bool]
 
 
 def reason(name: str) -> str:
-    """Return the name that a filter has in the ledger and in the list of removed records."""
+    """Return the name of a filter in the ledger and in the list of removed records."""
     return "excluded" if name == EXCLUDE else f"filter {name}"
 
 

@@ -33,7 +33,7 @@ from chatmill.rows import ORIGIN, SPAN, File, Index, Rows, offsets
 from chatmill.store import files
 
 MAGIC = b"chatmill rows 5\n"
-"""The version increases when the same input gives different rows, so that older units are not reused."""
+"""The version increases when the same input gives different rows, so that earlier staged files are not reused."""
 PREFIX = len(MAGIC) + 16
 ALIGN = 64
 FIRST_READ = 1 << 16

@@ -116,9 +116,9 @@ class _Streams(io.RawIOBase):
         self._stream: Any = None
         """Decompressor of the current stream; None between streams."""
         self._data = memoryview(b"")
-        """Decompressed bytes to return."""
+        """Decompressed bytes that have not been returned yet."""
         self._input = b""
-        """Bytes of the file to decompress."""
+        """Bytes read from the file that have not been decompressed yet."""
         self._at, self._ended = 0, False
         """The position in the decompressed data, and whether a stream has ended."""
 

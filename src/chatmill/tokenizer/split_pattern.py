@@ -17,9 +17,9 @@ import numpy as np
 import tokenizers
 
 KNOWN = 2**17
-"""Number of code points with a known class. Higher code points are very rare."""
+"""Number of code points in the class table. Higher code points are very rare."""
 DOUBT = 16
-"""Added to the class of a character that normalization may change or join with the previous character."""
+"""This flag is added to the class of a character that normalization may change or join with the previous character."""
 
 
 class Pattern(IntEnum):

@@ -138,7 +138,7 @@ class Tokenizer:
         return Tokenizer(self._backend, name=self.name, control=control, added=added)
 
     def special_token_ids(self) -> dict[str, int]:
-        """Return the ids of the format's control tokens by key."""
+        """Return the id of each control token of the format, by key."""
         return dict(self._special)
 
     def state(self, *, added_tokens: bool) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class Tokenizer:
 
 
 def _with_tokens(sha256: str, added: Mapping[str, int]) -> str:
-    """Return the hash of a backend combined with the added tokens."""
+    """Return one hash for a backend and its added tokens."""
     if not added:
         return sha256
     return hashlib.sha256(f"{sha256}\n{json.dumps(added, sort_keys=True)}".encode()).hexdigest()

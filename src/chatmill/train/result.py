@@ -65,7 +65,7 @@ class TrainResult:
     seconds: float
     """Total duration of the steps in this process, excluding evaluations and checkpoints."""
     data_wait: float
-    """Time spent waiting for batches, which `seconds` includes."""
+    """Seconds spent waiting for batches; included in `seconds`."""
     stopped_by: str | None
     """Name of the signal that ended the run early; None if no signal did."""
     stopped_early: str | None

@@ -27,7 +27,7 @@ from chatmill.train.optimizers import make_optimizer
 from chatmill.train.run_config import OptimizerConfig
 
 ROUNDING = 1 << 31
-"""Replaces the rank in the seed for stochastic rounding, because that seed must be the same on all ranks."""
+"""Used instead of the rank in the seed for stochastic rounding, which must be the same on all ranks."""
 
 
 class NotFiniteError(ChatmillError):
@@ -71,7 +71,7 @@ class RowLoss(NamedTuple):
 
 
 RowSums = list[tuple[Tensor, Tensor, Tensor]]
-"""For each micro-batch, the episode ids, and Σ weight · loss and Σ weight of each conversation."""
+"""For each micro-batch: the episode ids, and the sums Σ weight · loss and Σ weight for each conversation."""
 
 
 class StepResult(NamedTuple):
@@ -84,7 +84,7 @@ class StepResult(NamedTuple):
     """The losses of this rank's conversations, if requested."""
 
     def rows(self) -> list[RowLoss]:
-        """Return the losses of this rank's conversations, except those without trained tokens."""
+        """Return the losses of this rank's conversations that have trained tokens."""
         losses = []
         for ids, totals, weights in self.sums or ():
             trained = (ids >= 0) & (weights > 0)

@@ -23,7 +23,7 @@ from chatmill.records.record import new_message, new_record
 
 @dataclass(frozen=True, eq=False)
 class LaidOutColumns(ChatColumns):
-    """Renderable conversations in columns, each with its layout."""
+    """Conversations that can be rendered, stored in columns, with the layout of each conversation."""
 
     laid_out: list[LaidOut]
 

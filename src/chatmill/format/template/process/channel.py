@@ -139,7 +139,9 @@ class Channel:
         self.pid, self.protections = ready.pid, ready.protections
 
     def exchange(self, frame: bytes, *, seconds: float, limit: int) -> bytes:
-        """Send a request and return the response. Raise if the process exceeds the limits on time or response size."""
+        """Send a request and return the response. Raise `EndedError` if the process exceeds the limits on time or
+        response size.
+        """
         clock = _Clock(self.pid, seconds)
         for part in (HEADER.pack(len(frame)), frame):
             data = memoryview(part)
@@ -201,7 +203,7 @@ class _Clock:
             self.check()
 
     def check(self) -> None:
-        """Raise if the process exceeds the CPU time limit or the much larger wall-clock limit."""
+        """Raise `EndedError` if the process exceeds the CPU time limit or the much larger wall-clock limit."""
         waited = time.monotonic() - self._began
         cpu = _cpu_time(self._pid)
         used = waited if cpu is None or self._cpu is None else cpu - self._cpu
