@@ -54,7 +54,7 @@ FLAGS = {
     "chat.jsonl -o x --pack 50 --max-tokens 60": (2, "--max-tokens 60 is greater than --pack 50; expected at most 50"),
     "chat.jsonl -o x --fit blocks": (2, "--fit blocks requires the block size as --max-tokens"),
     "chat.jsonl -o x --fit blocks --max-tokens 9 --pack 9": (2, "--fit blocks already makes full rows; remove"),
-    "chat.jsonl -o new/x --fit blocks --max-tokens 90": (1, 'blocks require rows of a format such as "post-training"'),
+    "chat.jsonl -o new/x --fit blocks --max-tokens 90": (1, 'use a format such as "post-training"'),
     "chat.jsonl -o x --val-split 1": (2, "--val-split 1.0 is not between 0 and 1; 0.1 keeps a tenth for validation"),
     "chat.jsonl -o x --val-split -0.1": (2, "--val-split -0.1 is not between 0 and 1"),
     "chat.jsonl -o x --val-split nan": (2, "--val-split nan is not between 0 and 1"),

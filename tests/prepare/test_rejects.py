@@ -39,7 +39,7 @@ def test_each_reject_has_its_place_its_reason_and_its_text(tmp_path, monkeypatch
             "line": 1,
             "id": None,
             "kind": "empty",
-            "reason": "the record has an empty list as messages; expected at least one message",
+            "reason": "messages is an empty list; expected at least one message",
             "raw": '{"messages": []}',
         },
         {"file": "b.jsonl", "line": 3, "id": None, "kind": "utf8", "reason": utf8.format(1, "fe"), "raw": "�"},

@@ -259,7 +259,7 @@ def test_prompts_and_completions_can_be_texts_or_messages():
     ]
     refused = read({"prompt": "q", "completion": 3}, "prompt-completion")
     assert isinstance(refused, RecordError)
-    assert str(refused).endswith("the record has a number as completion; expected a string or a list of messages")
+    assert str(refused).endswith("completion is a number; expected a string or a list of messages")
 
 
 def trained_text(message: Message) -> str:

@@ -97,7 +97,7 @@ def test_an_invalid_message_is_reported_in_one_line():
         ),
         (
             {"role": "user", "content": object()},
-            "the message has a Python object as content; expected a string or a list",
+            "the message: content is a Python object; expected a string or a list",
         ),
     ):
         with pytest.raises(RecordError) as refused:

@@ -54,8 +54,8 @@ RECORDS = {
     "messages": [
         ({}, 'the record has no "messages"; expected this key (found: none)'),
         ({"a\n": 1, "b": 2}, 'the record has no "messages"; expected this key (found: "a\\n", "b")'),
-        ({"messages": {}}, "the record has an object as messages; expected a list of messages"),
-        ({"messages": []}, "the record has an empty list as messages; expected at least one message"),
+        ({"messages": {}}, "messages is an object; expected a list of messages"),
+        ({"messages": []}, "messages is an empty list; expected at least one message"),
         ({"messages": [{}, "x"]}, "message 1 is a string; expected an object"),
         ({"messages": [{}]}, f"message 0 has no role; {ROLES}"),
         (turn(role="bot"), f'message 1 has role "bot"; {ROLES}; --columns assistant=bot maps this role'),
@@ -63,10 +63,10 @@ RECORDS = {
         (turn(role="a b"), f"message 1 has role \"a b\"; {ROLES}; --columns maps other roles, such as 'user=a b'"),
         (turn(role="a,b"), f'message 1 has role "a,b"; {ROLES}'),
         (turn(role="x" * 100), f'message 1 has role "{"x" * 80}…"; {ROLES}'),
-        (turn(role=None), f"message 1 has null as role; {ROLES}"),
-        (turn(content=3), f"message 1 has a number as content; {PARTS}"),
-        (turn(content=None), f"message 1 has null as content; {PARTS}"),
-        (turn(content={"a": 1}), f"message 1 has an object as content; {PARTS}"),
+        (turn(role=None), f"message 1: role is null; {ROLES}"),
+        (turn(content=3), f"message 1: content is a number; {PARTS}"),
+        (turn(content=None), f"message 1: content is null; {PARTS}"),
+        (turn(content={"a": 1}), f"message 1: content is an object; {PARTS}"),
         ({"messages": [{"role": "user"}]}, f"message 0 has no content; {PARTS}"),
         (
             turn(content=["x"]),
@@ -80,10 +80,10 @@ RECORDS = {
             turn(content=[{"text": "a"}]),
             'message 1, part 0 has no type; expected {"type": "text", "text": …}, or the types reasoning and tool_call',
         ),
-        (turn(content=[{"type": "text", "text": 1}]), "message 1, part 0 has a number as text; expected a string"),
-        (turn(name=3), "message 1 has a number as name; expected a string"),
-        (turn(tool_call_id=[]), "message 1 has a list as tool_call_id; expected a string"),
-        (turn(reasoning_content=1), "message 1 has a number as reasoning_content; expected a string"),
+        (turn(content=[{"type": "text", "text": 1}]), "message 1, part 0: text is a number; expected a string"),
+        (turn(name=3), "message 1: name is a number; expected a string"),
+        (turn(tool_call_id=[]), "message 1: tool_call_id is a list; expected a string"),
+        (turn(reasoning_content=1), "message 1: reasoning_content is a number; expected a string"),
         (
             turn(reasoning_content="a", reasoning="b"),
             "message 1 has reasoning under two keys, with different texts; expected reasoning under only one key",
@@ -92,9 +92,9 @@ RECORDS = {
             turn(role="user", reasoning="b"),
             "message 1 has reasoning on role user; expected reasoning only on role assistant",
         ),
-        (turn(train=1), "message 1 has a number as train; expected true or false"),
-        (turn(weight="1"), "message 1 has a string as weight; expected a number, 0 or more"),
-        (turn(weight=True), "message 1 has true as weight; expected a number, 0 or more"),
+        (turn(train=1), "message 1: train is a number; expected true or false"),
+        (turn(weight="1"), "message 1: weight is a string; expected a number, 0 or more"),
+        (turn(weight=True), "message 1: weight is true; expected a number, 0 or more"),
         (turn(weight=-0.5), "message 1 has weight -0.5; expected a finite number, 0 or more"),
         (turn(weight=1e-46), "message 1 has weight 1e-46; expected 0 instead"),
         (turn(weight=1e39), "message 1 has weight 1e+39; expected a finite number, 0 or more"),
@@ -113,15 +113,15 @@ RECORDS = {
             turn(audio={"id": "x"}),
             'message 1 has "audio", but chatmill trains only on text; remove the record or the key',
         ),
-        (turn(tool_calls={}), "message 1 has an object as tool_calls; expected a list"),
+        (turn(tool_calls={}), "message 1: tool_calls is an object; expected a list"),
         (turn(tool_calls=["f"]), "message 1, tool call 0 is a string; expected an object with name and arguments"),
         (
             turn(role="user", tool_calls=[{"name": "f", "arguments": {}}]),
             "message 1 has tool_calls on role user; expected tool_calls only on role assistant",
         ),
         (call(type="custom"), 'message 1, tool call 1 has type "custom"; expected "function"'),
-        (call(id=1), "message 1, tool call 1 has a number as id; expected a string"),
-        (call(name=None), "message 1, tool call 1 has null as name; expected a string"),
+        (call(id=1), "message 1, tool call 1: id is a number; expected a string"),
+        (call(name=None), "message 1, tool call 1: name is null; expected a string"),
         (
             call(function={"name": "f"}),
             'message 1, tool call 1 has no "arguments"; expected this key (found: "name")',
@@ -136,15 +136,15 @@ RECORDS = {
             "message 1, tool call 1 has arguments that are not JSON: "
             f"invalid JSON at column 1 (unexpected end); {OBJECT}",
         ),
-        (call(arguments="[]"), f"message 1, tool call 1 has a list as arguments; {OBJECT}"),
-        (call(arguments=1), f"message 1, tool call 1 has a number as arguments; {OBJECT}"),
-        ({**turn(), "id": 1.5}, "the record has a number as id; expected a string or an integer"),
-        ({**turn(), "id": True}, "the record has true as id; expected a string or an integer"),
+        (call(arguments="[]"), f"message 1, tool call 1: arguments is a list; {OBJECT}"),
+        (call(arguments=1), f"message 1, tool call 1: arguments is a number; {OBJECT}"),
+        ({**turn(), "id": 1.5}, "id is a number; expected a string or an integer"),
+        ({**turn(), "id": True}, "id is true; expected a string or an integer"),
         (
             {**turn(), "tools": "x"},
             "tools is not JSON: invalid JSON at column 1 (invalid character); expected a list of tool definitions",
         ),
-        ({**turn(), "tools": {}}, "the record has an object as tools; expected a list of tool definitions"),
+        ({**turn(), "tools": {}}, "tools is an object; expected a list of tool definitions"),
         ({**turn(), "tools": [{}, 1]}, "tool 1 is a number; expected an object"),
         (
             {**turn(), "system": "s"},
@@ -161,7 +161,7 @@ RECORDS = {
             "--columns maps other roles, such as user=bing",
         ),
         ({"conversations": [{"from": "gpt"}]}, 'message 0 has no "value"; expected this key (found: "from")'),
-        ({"conversations": [{"from": "gpt", "value": 1}]}, "message 0 has a number as value; expected a string"),
+        ({"conversations": [{"from": "gpt", "value": 1}]}, "message 0: value is a number; expected a string"),
         (
             {"conversations": [{"from": "function_call", "value": "get(x)"}]},
             "message 0 has a function_call that is not JSON: invalid JSON at column 1 (invalid character); "
@@ -169,7 +169,7 @@ RECORDS = {
         ),
         (
             {"conversations": [{"from": "function_call", "value": "[]"}]},
-            "message 0 has an empty list as function_call; expected at least one call",
+            "message 0: function_call is an empty list; expected at least one call",
         ),
         (
             {"conversations": [{"from": "function_call", "value": '[{"name": "f"}]'}]},
@@ -181,16 +181,16 @@ RECORDS = {
         ),
         (
             {"conversations": [{"from": "gpt", "value": ""}], "system": 1},
-            "the record has a number as system; expected a string",
+            "system is a number; expected a string",
         ),
     ],
     "alpaca": [
         ({"output": "x"}, 'the record has no "instruction"; expected this key (found: "output")'),
-        ({"instruction": "x", "output": None}, "the record has null as output; expected a string"),
-        ({"instruction": "x", "input": 3, "output": ""}, "the record has a number as input; expected a string"),
+        ({"instruction": "x", "output": None}, "output is null; expected a string"),
+        ({"instruction": "x", "input": 3, "output": ""}, "input is a number; expected a string"),
         (
             {"instruction": "x", "output": "", "history": "a"},
-            "the record has a string as history; expected a list of [question, answer]",
+            "history is a string; expected a list of [question, answer]",
         ),
         (
             {"instruction": "x", "output": "", "history": [["a", "b"], ["a"]]},
@@ -202,7 +202,7 @@ RECORDS = {
             {"instruction": "x", "output": "y"},
             'the record has no "response"; expected this key (found: "instruction", "output")',
         ),
-        ({"instruction": "x", "context": [], "response": ""}, "the record has a list as context; expected a string"),
+        ({"instruction": "x", "context": [], "response": ""}, "context is a list; expected a string"),
     ],
     "oasst1": [
         (
@@ -212,16 +212,16 @@ RECORDS = {
         ),
         ({"prompt": 3}, "the prompt is a number; expected a message object"),
         ({"prompt": {"role": "user", "text": "x"}}, 'message 0 has role "user"; expected prompter or assistant'),
-        ({"prompt": {"role": "prompter", "text": None}}, "message 0 has null as text; expected a string"),
+        ({"prompt": {"role": "prompter", "text": None}}, "message 0: text is null; expected a string"),
         ({"prompt": {"deleted": True}}, "the prompt of the tree is deleted; expected a prompt that is not deleted"),
-        ({"prompt": {"deleted": 1}}, "the prompt has a number as deleted; expected true or false"),
+        ({"prompt": {"deleted": 1}}, "the prompt: deleted is a number; expected true or false"),
         (
             {"prompt": {"role": "prompter", "text": "x", "replies": {"a": 1}}},
-            "message 0 has an object as replies; expected a list of messages",
+            "message 0: replies is an object; expected a list of messages",
         ),
         (
             {"prompt": {"role": "prompter", "text": "x", "replies": [{"rank": "1"}]}},
-            "a reply to message 0 has a string as rank; expected a number",
+            "a reply to message 0: rank is a string; expected a number",
         ),
     ],
     "tool": [
@@ -229,11 +229,11 @@ RECORDS = {
             turn(role="tool"),
             'message 1 has role "tool"; expected system, user, assistant, assistant_toolcall or toolresult',
         ),
-        (turn(content=None), "message 1 has null as content; expected a string"),
+        (turn(content=None), "message 1: content is null; expected a string"),
         (turn(role="assistant_toolcall"), 'message 1 has no "name"; expected this key (found: "role", "content")'),
         (
             turn(role="assistant_toolcall", name="f", arguments="1"),
-            f"message 1 has a number as arguments; {OBJECT}",
+            f"message 1: arguments is a number; {OBJECT}",
         ),
         ({"messages": [{"role": "toolresult"}]}, 'message 0 has no "content"; expected this key (found: "role")'),
         (turn(tool_calls=[]), 'message 1 has a "tool_calls"; expected a turn of role "assistant_toolcall"'),
@@ -246,13 +246,13 @@ RECORDS = {
         (turn(name=None), 'message 1 has the unknown key "name"; expected only role and content'),
         ({**turn(), "x": 1, "y": 1}, 'the record has the unknown keys "x", "y"; expected only messages'),
         (turn(role="tool"), 'message 1 has role "tool"; expected system, user or assistant'),
-        (turn(content=[]), "message 1 has a list as content; expected a string"),
+        (turn(content=[]), "message 1: content is a list; expected a string"),
         ({"messages": [{"role": "user"}]}, 'message 0 has no "content"; expected this key (found: "role")'),
-        ({"messages": []}, "the record has an empty list as messages; expected at least one message"),
+        ({"messages": []}, "messages is an empty list; expected at least one message"),
     ],
     "transcript": [
         ({"id": 4}, 'the record has no "text"; expected this key (found: "id")'),
-        ({"text": 4}, "the record has a number as text; expected a string"),
+        ({"text": 4}, "text is a number; expected a string"),
     ],
 }
 
@@ -276,7 +276,7 @@ def test_a_fault_in_a_record_of_several_lines_names_the_line(read_bytes):
 
 def test_the_error_contains_the_id_of_the_record_on_one_line(read_bytes):
     _, faults = read_bytes(b'{"id": "a\\nb", "messages": 1}', shape="messages")
-    assert faults == ["a.jsonl:1 (id=a\\nb): the record has a number as messages; expected a list of messages"]
+    assert faults == ["a.jsonl:1 (id=a\\nb): messages is a number; expected a list of messages"]
 
 
 def test_the_first_fault_is_raised_after_all_earlier_records(tmp_path):

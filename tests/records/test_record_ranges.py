@@ -46,19 +46,19 @@ def test_ranges_are_read_as_start_stop_and_weight(given, ranges):
     ("given", "fault"),
     [
         ([[0, 3, 0], [2, 5, 1]], "message 0 has train_ranges of characters 2 to 4, which overlap another range"),
-        ([[0, 32, 0]], "message 0 has train_ranges of characters 0 to 31; the content has 31 characters"),
+        ([[0, 32, 0]], "message 0 has train_ranges of characters 0 to 31; the content has only 31 characters"),
         ([[3, 3, 0]], "message 0, train_ranges 0 is empty; expected 0 <= start < stop"),
         ([[-1, 3, 0]], "message 0, train_ranges 0 is empty; expected 0 <= start < stop"),
-        ([[0, 3.0, 0]], "message 0, train_ranges 0 has a number as a position; expected an integer"),
-        ([[0, True]], "message 0, train_ranges 0 has true as a position; expected an integer"),
+        ([[0, 3.0, 0]], "message 0, train_ranges 0: position is a number; expected an integer"),
+        ([[0, True]], "message 0, train_ranges 0: position is true; expected an integer"),
         ([[0, 3, -1]], "message 0, train_ranges 0 has weight -1; expected a finite number, 0 or more"),
-        ([[0, 3, None]], "message 0, train_ranges 0 has null as weight"),
-        ([[0, 3, "yes"]], "message 0, train_ranges 0 has a string as weight"),
+        ([[0, 3, None]], "message 0, train_ranges 0: weight is null"),
+        ([[0, 3, "yes"]], "message 0, train_ranges 0: weight is a string"),
         ([[0, 3, 0, 0]], r"message 0, train_ranges 0 has 4 values; expected \[start, stop, weight\]"),
         ([{"start": 0}], 'message 0, train_ranges 0 has no "stop"'),
         ([{"start": 0, "stop": 1, "wieght": 2}], 'message 0, train_ranges 0 has the unknown key "wieght"'),
         ([3], "message 0, train_ranges 0 is a number"),
-        ("all", "message 0 has a string as train_ranges; expected a list of ranges"),
+        ("all", "message 0: train_ranges is a string; expected a list of ranges"),
     ],
 )
 def test_invalid_ranges_are_refused(given, fault):
@@ -76,7 +76,7 @@ def test_ranges_are_only_for_assistant_messages_with_one_text(role, key):
         read(key, value, role)
     parts = [{"type": "text", "text": TEXT}]
     with pytest.raises(
-        RecordError, match=f"^message 0 has {key} and a list as content; expected the content as a string"
+        RecordError, match=f"^message 0 has {key}, but content is a list; expected the content as a string"
     ):
         read(key, value, content=parts)
 
@@ -101,8 +101,8 @@ def test_invalid_axolotl_details_are_refused():
             "has train_detail of characters 0 to 31; the content has",
         ),
         ({"begin_offset": 0, "end_offset": 3}, 'train_detail 0 has no "train"'),
-        ({"begin_offset": 0, "end_offset": 3, "train": 1}, "train_detail 0 has a number as train"),
-        ({"begin_offset": 0, "end_offset": "3", "train": True}, "train_detail 0 has a string as a position"),
+        ({"begin_offset": 0, "end_offset": 3, "train": 1}, "train_detail 0: train is a number"),
+        ({"begin_offset": 0, "end_offset": "3", "train": True}, "train_detail 0: position is a string"),
         ([0, 3, True], "train_detail 0 is a list; expected an object with begin_offset, end_offset and train"),
     ):
         with pytest.raises(RecordError, match=fault):

@@ -65,9 +65,9 @@ def test_rows_with_images_are_refused_and_rows_without_are_read(table, empty):
 def test_bytes_are_never_read_as_text(table):
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "image": {"bytes": b"\x89PNG"}}]
     for row, fault in (
-        ({"text": b"abc"}, "the record has bytes as text; expected a string"),
-        ({"prompt": "q", "completion": b"a"}, "the record has bytes as completion; expected a string or a list"),
-        ({"messages": turns}, "the record has bytes as messages; expected a list of messages"),
+        ({"text": b"abc"}, "text is bytes; expected a string"),
+        ({"prompt": "q", "completion": b"a"}, "completion is bytes; expected a string or a list"),
+        ({"messages": turns}, "messages is bytes; expected a list of messages"),
         ({"instruction": "q", "output": b"a"}, "the record has bytes as output; expected a string"),
     ):
         table([row])
@@ -131,7 +131,7 @@ def test_a_faulty_row_names_its_number(table):
     faults = []
     read_on = list(read_records(["a.parquet"], on_error="skip", on_reject=lambda fault: faults.append(str(fault))))
     assert read_on == [found(Message("user", "a"), Message("assistant", "x"))]
-    assert faults == ["a.parquet:2: the record has null as instruction; expected a string"]
+    assert faults == ["a.parquet:2: instruction is null; expected a string"]
 
 
 @pytest.mark.parametrize("keep", [0, 10, 0.5])

@@ -115,7 +115,7 @@ def reply(name, parent, **fields):
         ([reply("a", None), reply("a", "a")], 'message 1 repeats message_id "a"; expected each message once'),
         ([reply("a", None), reply("b", None)], "the tree has 2 messages without parent_id; expected one root message"),
         ([reply("a", "b"), reply("b", "a")], "the tree has 0 messages without parent_id; expected one root message"),
-        ([reply("a", None), reply("b", 1)], "message 1 has a number as parent_id; expected a string"),
+        ([reply("a", None), reply("b", 1)], "message 1: parent_id is a number; expected a string"),
     ],
 )
 def test_errors_of_invalid_flat_trees(read_bytes, messages, line):

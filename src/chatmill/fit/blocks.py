@@ -125,7 +125,7 @@ class _BlockTurns(NamedTuple):
 def _turns(rows: Rows) -> _BlockTurns:
     part, begins, turns = rows.spans["part"], begins_segment(rows), turn_states(rows)
     row_stop = rows.row_start[np.searchsorted(rows.row_start, turns.start, side="right")]
-    such = 'blocks require rows of a format such as "post-training"'
+    such = 'use a format such as "post-training"'
     if np.any(part[np.append(begins[1:], True)] != Part.EOS):
         raise DataError(f"a conversation does not end with EOS; {such}, which adds EOS")
     others = rows.ids[turns.start[(turns.role == Role.SYSTEM) | (turns.role == Role.ASSISTANT)]]

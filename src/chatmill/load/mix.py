@@ -288,7 +288,7 @@ class MixedOrder(Order):
 
     @property
     def shares(self) -> dict[str, Fraction]:
-        """The share of rows of each source."""
+        """Maps each source to its share of the rows."""
         weights = zip(self.sources, self.schedule.weights.tolist(), strict=True)
         return {name: Fraction(weight, self.schedule.period) for name, weight in weights}
 

@@ -154,9 +154,9 @@ class Job:
     )
     text_tokens: TextTokens = key(
         "as-transformers",
-        "With --format template: how to encode added tokens such as <think> in message text: as single tokens, like "
-        "transformers, or as plain text (never). Special tokens and header tokens in message text are always encoded "
-        "as plain text.",
+        "With --format template, how to encode added tokens such as <think> in message text. as-transformers encodes "
+        "them as single tokens, as transformers does; never encodes them as plain text. Special tokens and header "
+        "tokens in message text are always encoded as plain text.",
     )
     allow_no_end_token: bool = key(
         False, "With --format template: train on answers without an end-of-turn token instead of refusing them."

@@ -62,7 +62,7 @@ def smallest_shuffle_share(has_rows: NDArray[np.bool_], *, seed: int) -> float |
 
 
 def _rounded_up(number: float, fits: Callable[[float], bool]) -> float | None:
-    """Round a number up to at least three significant digits; add digits until `fits` accepts the result.
+    """Round up a number to three significant digits, or to more digits if `fits` does not accept the result.
 
     Return None if `fits` accepts no result.
     """

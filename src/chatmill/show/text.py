@@ -100,7 +100,7 @@ class PieceTable:
 def find(
     episodes: Episodes, text: TokenText, query: str, *, progress: Callable[[int], None] = lambda count: None
 ) -> Iterator[int]:
-    """Yield the episodes that contain a text, ignoring case."""
+    """Yield the episodes that contain a search string, ignoring case."""
     wanted, table, first = folded_query(query), PieceTable(text), 0
     for rows in episodes.sweep(tokens=1 << 20):
         folded, start = table.folded(rows)

@@ -69,8 +69,8 @@ class TemplateRenderer:
         strip_prompt_space: bool = False,
         kwargs: str = "",
     ) -> None:
-        """`text_tokens` contains the added tokens that may come from text. If `text_tokens` is None, the tokens are
-        determined from the template.
+        """`text_tokens` contains the added tokens that message text may be encoded to. If `text_tokens` is None, the
+        tokens are determined from the template.
 
         `kwargs` contains the `chat_template_kwargs` of the records to render, as JSON. `arguments` must include the
         values in `kwargs`.

@@ -108,6 +108,12 @@ def named(value: Any) -> str:
     return names.get(type(value), f"a Python {type(value).__name__}")
 
 
+def wrong_type(owner: str, key: str, value: Any) -> str:
+    """Return the start of an error about a value with the wrong type, such as `message 1: role is a number`."""
+    what = f"{key} is {named(value)}"
+    return what if owner == "the record" else f"{owner}: {what}"
+
+
 def _diagnose(data: bytes, error: str) -> RecordError:
     if fault := _text_fault(data):
         return fault

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from chatmill.errors import RecordError, one_line
 from chatmill.records.record import ROLES, Message, Role, ToolCall, new_message, spaced_json
-from chatmill.records.shapes.decode import compact, decode, named
+from chatmill.records.shapes.decode import compact, decode, named, wrong_type
 from chatmill.records.shapes.preferences import PREFERENCE_DATA_KEYS, refuse_preferences
 
 Object = dict[str, Any]
@@ -106,7 +106,7 @@ class KeyReader:
     def text(self, key: str) -> str:
         value = self.required(key)
         if type(value) is not str:
-            raise RecordError(f"{self.owner} has {named(value)} as {key}", "expected a string", kind="content")
+            raise RecordError(wrong_type(self.owner, key, value), "expected a string", kind="content")
         return value
 
     def optional_text(self, key: str) -> str | None:
@@ -126,7 +126,7 @@ class KeyReader:
             raise RecordError(f"{self.owner} has no {key}", right, kind="role")
         value = self.take(key)
         if type(value) is not str:
-            raise RecordError(f"{self.owner} has {named(value)} as {key}", right, kind="role")
+            raise RecordError(wrong_type(self.owner, key, value), right, kind="role")
         if value not in roles:
             hint = _role_hint(value, roles) if has_columns and self._path else ""
             raise RecordError(f"{self.owner} has {key} {quoted(value)}", right + hint, kind="role")
@@ -254,9 +254,9 @@ def message_list(record: KeyReader, key: str) -> list[Any]:
         what = f'"{key}" is a string that is not JSON'
         turns = json_value(turns, what, "expected a list of messages, or a list as JSON text", kind="type")
     if type(turns) not in (list, tuple):
-        raise RecordError(f"the record has {named(turns)} as {key}", "expected a list of messages", kind="type")
+        raise RecordError(wrong_type("the record", key, turns), "expected a list of messages", kind="type")
     if not turns:
-        raise RecordError(f"the record has an empty list as {key}", "expected at least one message", kind="empty")
+        raise RecordError(f"{key} is an empty list", "expected at least one message", kind="empty")
     for index, message in enumerate(turns):
         if type(message) not in (dict, Message):
             raise RecordError(f"message {index} is {named(message)}", "expected an object", kind="type")
@@ -297,7 +297,7 @@ def record_id(record: KeyReader, key: str = "id") -> str | None:
         return value
     if type(value) is int:
         return str(value)
-    raise RecordError(f"the record has {named(value)} as {key}", "expected a string or an integer", kind="type")
+    raise RecordError(wrong_type("the record", key, value), "expected a string or an integer", kind="type")
 
 
 def tools(record: KeyReader) -> tuple[str, ...]:
@@ -309,7 +309,7 @@ def tools(record: KeyReader) -> tuple[str, ...]:
     if given is None:
         return ()
     if type(given) is not list:
-        raise RecordError(f"the record has {named(given)} as tools", right, kind="tools")
+        raise RecordError(wrong_type("the record", "tools", given), right, kind="tools")
     for index, tool in enumerate(given):
         if type(tool) is not dict:
             raise RecordError(f"tool {index} is {named(tool)}", "expected an object", kind="tools")
@@ -323,7 +323,7 @@ def template_kwargs(record: KeyReader) -> str:
     if given is None or given == {}:
         return ""
     if type(given) is not dict:
-        what = f"the record has {named(given)} as chat_template_kwargs"
+        what = wrong_type("the record", "chat_template_kwargs", given)
         raise RecordError(what, right, kind="template_kwargs")
     for name in given:
         if not name.isidentifier() or name in RESERVED_KWARGS:
@@ -350,10 +350,10 @@ def read_weight(fields: KeyReader, role: Role | None = None) -> float | None:
         raise RecordError(f"{owner} has both {' and '.join(given)}", "expected only one of these keys", kind="weight")
     if key in FLAG_KEYS:
         if type(number) is not bool:
-            raise RecordError(f"{owner} has {named(number)} as {key}", "expected true or false", kind="weight")
+            raise RecordError(wrong_type(owner, key, number), "expected true or false", kind="weight")
         number = number != (key == "masked")
     elif type(number) not in (int, float):
-        raise RecordError(f"{owner} has {named(number)} as {key}", "expected a number, 0 or more", kind="weight")
+        raise RecordError(wrong_type(owner, key, number), "expected a number, 0 or more", kind="weight")
     elif number != 0 and not _MIN_WEIGHT <= number <= _MAX_WEIGHT:
         right = "expected 0 instead" if 0 < number < 1 else "expected a finite number, 0 or more"
         raise RecordError(f"{owner} has {key} {one_line(str(number))}", right, kind="weight")
@@ -394,7 +394,7 @@ def tool_call(call: KeyReader, id: str | None = None) -> ToolCall:
     raw = given if type(given) is str else ""
     given = json_value(given, f"{owner} has arguments that are not JSON", right, kind="arguments")
     if type(given) is not dict:
-        raise RecordError(f"{owner} has {named(given)} as arguments", right, kind="arguments")
+        raise RecordError(wrong_type(owner, "arguments", given), right, kind="arguments")
     return ToolCall(name, compact(given), id, "" if not raw or raw == spaced_json(given) else raw)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from chatmill.errors import RecordError
 from chatmill.records.record import Message, new_message
 from chatmill.records.shapes import fields
-from chatmill.records.shapes.decode import named
+from chatmill.records.shapes.decode import wrong_type
 from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord
 
 
@@ -37,7 +37,7 @@ def _history(record: KeyReader) -> list[Message]:
         return []
     right = "expected a list of [question, answer]"
     if type(history) is not list:
-        raise RecordError(f"the record has {named(history)} as history", right, kind="type")
+        raise RecordError(wrong_type("the record", "history", history), right, kind="type")
     turns = []
     for index, pair in enumerate(history):
         if type(pair) is not list or len(pair) != 2 or not all(type(text) is str for text in pair):

@@ -15,7 +15,7 @@ import numpy as np
 from chatmill.errors import RecordError
 from chatmill.records.record import ROLES, Message, Record, Role, ToolCall, new_message, new_record
 from chatmill.records.shapes import fields
-from chatmill.records.shapes.decode import may_repeat_key, named, repeated_key
+from chatmill.records.shapes.decode import may_repeat_key, named, repeated_key, wrong_type
 from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord, PlainMessages, quoted
 from chatmill.records.shapes.ranges import read_ranges
 
@@ -191,7 +191,7 @@ def _content(turn: KeyReader, role: Role, calls: tuple[ToolCall, ...], weight: f
     if type(content) is str or (content is None and (calls or reasoning)):
         return _Parts(role, content or "", reasoning, [*calls])
     if type(content) is not list:
-        what = f"{turn.owner} has {named(content)} as content" if has_content else f"{turn.owner} has no content"
+        what = wrong_type(turn.owner, "content", content) if has_content else f"{turn.owner} has no content"
         raise RecordError(what, "expected a string or a list of text parts", kind="content")
     parts = _Parts(role)
     for index, part in enumerate(content):
@@ -278,7 +278,7 @@ def _tool_calls(turn: KeyReader, role: Role) -> tuple[ToolCall, ...]:
         calls = fields.json_value(calls, f"{turn.owner} has tool_calls that are not JSON", right, kind="arguments")
         calls = [] if calls is None else calls
     if type(calls) not in (list, tuple):
-        raise RecordError(f"{turn.owner} has {named(calls)} as tool_calls", "expected a list", kind="arguments")
+        raise RecordError(wrong_type(turn.owner, "tool_calls", calls), "expected a list", kind="arguments")
     if calls and role != "assistant":
         what = f"{turn.owner} has tool_calls on role {role}"
         raise RecordError(what, "expected tool_calls only on role assistant", kind="arguments")

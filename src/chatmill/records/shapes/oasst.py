@@ -14,7 +14,7 @@ import msgspec
 from chatmill.errors import RecordError
 from chatmill.records.record import Message, Role, new_message
 from chatmill.records.shapes import fields
-from chatmill.records.shapes.decode import named
+from chatmill.records.shapes.decode import named, wrong_type
 from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord, quoted
 
 _ROLES: dict[str, Role] = {"prompter": "user", "assistant": "assistant"}
@@ -132,7 +132,7 @@ def _best_path(root: Any, replies: dict[str, list[Object]]) -> list[Message]:
         path.append(new_message(message.role("role", _ROLES, has_columns=False), message.text("text")))
         below = replies[best["message_id"]] if replies else best.get("replies") or []
         if type(below) is not list:
-            raise RecordError(f"{owner} has {named(below)} as replies", "expected a list of messages", kind="type")
+            raise RecordError(wrong_type(owner, "replies", below), "expected a list of messages", kind="type")
         choice = _undeleted(f"a reply to {owner}", below)
     if not path:
         raise RecordError("the prompt of the tree is deleted", "expected a prompt that is not deleted", kind="empty")
@@ -148,8 +148,8 @@ def _undeleted(owner: str, messages: list[Any]) -> list[Object]:
         if type(message) is not dict:
             raise RecordError(f"{owner} is {named(message)}", "expected a message object", kind="type")
         if type(message.get("deleted")) not in (bool, type(None)):
-            what = f"{owner} has {named(message['deleted'])} as deleted"
+            what = wrong_type(owner, "deleted", message["deleted"])
             raise RecordError(what, "expected true or false", kind="type")
         if type(message.get("rank")) not in (int, float, type(None)):
-            raise RecordError(f"{owner} has {named(message['rank'])} as rank", "expected a number", kind="type")
+            raise RecordError(wrong_type(owner, "rank", message["rank"]), "expected a number", kind="type")
     return [message for message in messages if not message.get("deleted")]

@@ -11,7 +11,7 @@ import msgspec
 from chatmill.errors import RecordError
 from chatmill.records.record import Message, Role, new_message
 from chatmill.records.shapes import fields
-from chatmill.records.shapes.decode import named
+from chatmill.records.shapes.decode import wrong_type
 from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord
 from chatmill.records.shapes.messages import PLAIN, read_message
 
@@ -99,6 +99,6 @@ def _messages(record: KeyReader, key: str, role: Role) -> list[Message]:
         record.take(key)
         return [new_message(role, value)] if value or role == "assistant" else []
     if type(value) is not list:
-        what = f"the record has {named(value)} as {key}" if key in record else f"the record has no {key}"
+        what = wrong_type("the record", key, value) if key in record else f"the record has no {key}"
         raise RecordError(what, "expected a string or a list of messages", kind="type")
     return fields.messages(record, key, read_message, PLAIN)

@@ -6,7 +6,7 @@ from typing import Any
 
 from chatmill.errors import RecordError
 from chatmill.records.record import Role
-from chatmill.records.shapes.decode import named
+from chatmill.records.shapes.decode import named, wrong_type
 from chatmill.records.shapes.fields import KeyReader, listed, read_weight
 
 TrainRanges = tuple[tuple[int, int, float], ...]
@@ -28,12 +28,12 @@ def read_ranges(turn: KeyReader, role: Role, content: Any, weight: float | None)
     if len(given) > 1:
         raise RecordError(f"{owner} has both {' and '.join(given)}", "expected only one of these keys", kind="ranges")
     if type(entries) not in (list, tuple):
-        raise RecordError(f"{owner} has {named(entries)} as {key}", "expected a list of ranges", kind="ranges")
+        raise RecordError(wrong_type(owner, key, entries), "expected a list of ranges", kind="ranges")
     if role != "assistant" and entries:
         what = f"{owner} has {key} on role {role}"
         raise RecordError(what, "expected ranges only on role assistant", kind="ranges")
     if type(content) is not str and entries:
-        what = f"{owner} has {key} and {named(content)} as content"
+        what = f"{owner} has {key}, but content is {named(content)}"
         raise RecordError(what, "expected the content as a string", kind="ranges")
     read = _range if key == "train_ranges" else _detail
     ranges = sorted(read(turn, f"{owner}, {key} {index}", entry) for index, entry in enumerate(entries))
@@ -43,7 +43,7 @@ def read_ranges(turn: KeyReader, role: Role, content: Any, weight: float | None)
             what = f"{where}, which overlap another range"
             raise RecordError(what, "expected ranges that do not overlap", kind="ranges")
         if stop > len(content):
-            raise RecordError(where, f"the content has {len(content)} characters, counted from 0", kind="ranges")
+            raise RecordError(where, f"the content has only {len(content)} characters", kind="ranges")
     if key == "train_ranges":
         return tuple(ranges), weight
     return _as_axolotl(ranges, len(content or ""), weight)
@@ -59,7 +59,7 @@ def _range(turn: KeyReader, owner: str, entry: Any) -> tuple[int, int, float]:
         key = "train" if type(value) is bool else "weight"
         number = read_weight(turn.child(owner, "", {key: value}), "assistant")
         if number is None:
-            raise RecordError(f"{owner} has null as weight", right, kind="ranges")
+            raise RecordError(wrong_type(owner, "weight", None), right, kind="ranges")
     elif type(entry) is dict:
         keys = turn.child(owner, "", entry)
         keys.only(("start", "stop", "weight", "train"))
@@ -78,14 +78,14 @@ def _detail(turn: KeyReader, owner: str, entry: Any) -> tuple[int, int, float]:
     keys.only(_DETAIL_KEYS)
     begin, end, train = (keys.required(key) for key in _DETAIL_KEYS)
     if type(train) is not bool:
-        raise RecordError(f"{owner} has {named(train)} as train", "expected true or false", kind="ranges")
+        raise RecordError(wrong_type(owner, "train", train), "expected true or false", kind="ranges")
     return *_places(owner, begin, end + 1 if type(end) is int else end), float(train)
 
 
 def _places(owner: str, start: Any, stop: Any) -> tuple[int, int]:
     for value in (start, stop):
         if type(value) is not int:
-            raise RecordError(f"{owner} has {named(value)} as a position", "expected an integer", kind="ranges")
+            raise RecordError(wrong_type(owner, "position", value), "expected an integer", kind="ranges")
     if not 0 <= start < stop:
         what = f"{owner} is empty"
         raise RecordError(what, "expected 0 <= start < stop", kind="ranges")

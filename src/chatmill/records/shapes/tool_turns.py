@@ -67,7 +67,7 @@ def _calls(turn: KeyReader, value: str) -> tuple[ToolCall, ...]:
     owner, right = turn.owner, "expected an object with name and arguments"
     calls = fields.json_value(value, f"{owner} has a function_call that is not JSON", right, kind="arguments")
     if calls == []:
-        what = f"{owner} has an empty list as function_call"
+        what = f"{owner}: function_call is an empty list"
         raise RecordError(what, "expected at least one call", kind="arguments")
     made = []
     for index, value in enumerate(calls if type(calls) is list else [calls]):
