@@ -68,7 +68,7 @@ def test_bytes_are_never_read_as_text(table):
         ({"text": b"abc"}, "text is bytes; expected a string"),
         ({"prompt": "q", "completion": b"a"}, "completion is bytes; expected a string or a list"),
         ({"messages": turns}, "messages is bytes; expected a list of messages"),
-        ({"instruction": "q", "output": b"a"}, "the record has bytes as output; expected a string"),
+        ({"instruction": "q", "output": b"a"}, "output is bytes; expected a string"),
     ):
         table([row])
         with pytest.raises(RecordError, match=fault):
