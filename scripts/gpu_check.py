@@ -1,9 +1,9 @@
 """Train a small model on a GPU with every training option, and compare losses: `python scripts/gpu_check.py`.
 
 Each variant trains, stops halfway, and resumes from its checkpoint. The losses must be close to those of float32 on the
-CPU, and no step may make the host wait for the GPU. The script requires numpy, torch, safetensors and one GPU. It may
-run for more than five minutes, because it compiles each variant. If transformers and peft are installed, the script also checks Hugging Face models and LoRA; if
-bitsandbytes is installed, it also checks QLoRA.
+CPU, and no step may make the host wait for the GPU. The script requires numpy, torch, safetensors and one GPU, and may
+run for more than five minutes, because it compiles each variant. If transformers and peft are installed, the script
+also checks Hugging Face models and LoRA; if bitsandbytes is installed, it also checks QLoRA.
 """
 
 from __future__ import annotations
