@@ -24,8 +24,8 @@ HOPPER = 9
 HEAD_SIZES = (32, 64, 96, 128)
 """Head sizes with correct gradients; those of sizes 8, 16, 48 and 80 are wrong in flash-attn-4 4.0.0b36."""
 MAX_PARTS = 4
-"""Maximum number of query heads per key head with separate calls of the backward kernel. On an H200, with heads of size
-128, separate calls take less time than one call for 2 and 4 query heads per key head, and more time for 7 and 8.
+"""If at most this many query heads share a key head, the backward kernel is called once for each of them. On an H200,
+with heads of size 128, this is faster than a single call for 2 and 4 query heads, and slower for 7 and 8.
 """
 FEWEST = 128
 """Boundaries are padded to this number or a larger power of two, because the layers are recompiled for each number."""
