@@ -130,7 +130,9 @@ def open_renderer(
 
 
 def _template_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """Parse arguments like `enable_thinking=false`. Values that are valid JSON are decoded; others stay strings."""
+    """Parse arguments like `enable_thinking=false`. Values that are valid JSON are decoded; all other values stay
+    strings.
+    """
     out: dict[str, Any] = {}
     for argument in arguments:
         name, separator, value = argument.partition("=")
@@ -155,7 +157,7 @@ def _date(date: str | None) -> datetime:
 
 
 def control_tokens_from_json(stored: Any) -> dict[str, str]:
-    """Return the control tokens that a stored format lists, by key."""
+    """Return the control tokens of a stored format, by key."""
     if isinstance(stored, str) and stored in PRESETS:
         return dict(load_format(stored).tokens)
     tokens = stored.get("tokens") if isinstance(stored, dict) else None

@@ -1,4 +1,4 @@
-"""Convert the messages of many records to columns of bodies and texts to encode.
+"""Convert the messages of many records to columns: message bodies, and the texts to encode.
 
 The body of a message with reasoning or tool calls has several pieces. The text between two control tokens is encoded as
 a whole, and the encoded tokens are then assigned to parts by byte offset.
@@ -120,8 +120,8 @@ def messages_of(record: Record, format: ChatFormat) -> Sequence[Message]:
 def split_bodies(
     bodies: Sequence[Body], flat: Ids, text_start: Index, tokenizer: Tokenizer, control_start: Mapping[str, int]
 ) -> tuple[Index, Index, NDArray[np.uint8]]:
-    """Return the start, length and part of each piece of `bodies`. The text runs of `bodies` must be the last texts in
-    `flat`.
+    """Return the start, length and part of each piece of `bodies`. `flat` must end with the ids of the text runs of
+    `bodies`.
 
     The ids of control tokens follow the ids of the encoded texts, at the offsets `control_start`. If the tokenizer
     changes the text of a run, the boundaries between the pieces of the run are unknown; one content piece then covers
@@ -160,7 +160,7 @@ def split_bodies(
 
 
 def transcript_turns(record: Record, format: ChatFormat) -> list[str]:
-    """Return the text of each turn, in the order of the rendered row.
+    """Return the rendered text of each turn, in order.
 
     Raise a `RecordError` if a text contains a marker of the format, because the text would look like a turn.
     """

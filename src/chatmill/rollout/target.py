@@ -92,10 +92,10 @@ def build_target(
 ) -> Target:
     """Build the target for one rollout; `objects` are the true objects.
 
-    `eos_id` defaults to the end-of-turn token of the tokenizer's chat format, and `stop_ids` to `eos_id`.
-    `train_values` includes the values of appended entries in the loss. With `train_cut`, the tokens that replace a
-    split token or an unusable rollout are also trained. `border` sets how the end of the prefix is tokenized. `weights`
-    sets the loss weight of each kind of token.
+    `eos_id` defaults to the end-of-turn token of the tokenizer's chat format, and `stop_ids` to `eos_id`. If
+    `train_values` is true, the values of appended entries are trained. If `train_cut` is true, the tokens that replace
+    a split token or an unusable rollout are also trained. `border` sets how the end of the prefix is tokenized.
+    `weights` sets the loss weight of each kind of token.
 
     >>> from chatmill import build_target, open_tokenizer
     >>> from chatmill.rollout import COORDINATES
@@ -203,7 +203,9 @@ class _KeptPrefix(NamedTuple):
 
 
 def _cut(ids: Index, scan: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
-    """Return the prefix up to the last complete object, else up to the opening brace, else `{`."""
+    """Return the rollout up to the last complete object or, without one, up to the opening brace; without a brace,
+    return `{`.
+    """
     if scan.root < 0:
         return _nothing_kept(vocabulary, _why_no_root(scan.data))
     count = next((number for number in range(len(scan.entries), 0, -1) if _is_object(scan.entries[number - 1])), 0)
@@ -345,9 +347,10 @@ def _slots(
 
 
 def _aligned(thing: Object, true: Object) -> list[int] | None:
-    """Return the true coordinates in the order of the prediction; None if the type or the number of points differs.
+    """Return the true coordinates in the order of the predicted ones; None if the objects differ in type or number of
+    points.
 
-    A polygon can start at any corner and run in either direction.
+    The predicted polygon can start at any corner and run in either direction.
     """
     if "bbox_2d" in thing and "bbox_2d" in true:
         box: list[int] = true["bbox_2d"]

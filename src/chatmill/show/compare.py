@@ -3,7 +3,7 @@
     chatmill   <|im_start|> assistant \\n [Hi <|im_end|>] \\n
     peer       <|im_start|> assistant \\n [Hi <|im_end|> \\n]        after the end of an answer
 
-The reason for a difference comes from the token's span in chatmill's row.
+The reason for a difference is determined from the span of the token in chatmill's row.
 """
 
 from __future__ import annotations

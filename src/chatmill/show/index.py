@@ -41,8 +41,8 @@ READ = 1 << 20
 
 @dataclass(frozen=True)
 class Filter:
-    """A filter for episodes. An episode passes if it has all roles, rules and sources of the filter; 0 and None do not
-    filter.
+    """A filter for episodes. An episode passes if it has all roles, rules and sources in the filter and is within the
+    bounds; 0 and None mean no restriction.
     """
 
     roles: int = 0
@@ -116,7 +116,9 @@ class SplitIndex:
         return kept
 
     def order(self, sort: str) -> NDArray[np.uint32]:
-        """Return all episodes in a sort order; all columns must be indexed. Ties stay in dataset order."""
+        """Return the numbers of all episodes, sorted; the columns of all episodes must be indexed. Episodes with equal
+        values stay in dataset order.
+        """
         column, descending = SORTS[sort]
         if column == "loss":
             if self.losses is None:
@@ -136,7 +138,7 @@ class SplitIndex:
         kept: NDArray[np.bool_] | None = None,
         seconds: float = 0.3,
     ) -> SearchHits:
-        """Search the episodes in the given order, starting at position `start` of the order.
+        """Search the text of the episodes listed in `order`, starting at `order[start]`.
 
         The text of all episodes must be indexed.
         """
@@ -154,7 +156,7 @@ class SplitIndex:
         return SearchHits(hits, len(order), ended=True)
 
     def _may_contain(self, query: bytes) -> NDArray[np.bool_]:
-        """Return, for each episode, whether it may contain the query."""
+        """Return a boolean for each episode: false if the index rules out a match of the query."""
         blocks = offsets(self._candidates(query, 0, -(-int(self.ends[-1]) // BLOCK)).astype(np.int64))
         first, last = self.ends[:-1] // BLOCK, -(-self.ends[1:] // BLOCK)
         possible: NDArray[np.bool_] = blocks[last] > blocks[first]

@@ -50,7 +50,7 @@ STRIP = 96
 
 
 class Viewer:
-    """A dataset for the viewer's page; its methods are a read-only JSON API."""
+    """The dataset that the viewer shows; its methods implement a read-only JSON API."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Viewer:
         record_folders: Sequence[Path] = (),
         losses: NDArray[np.float32] | None = None,
     ) -> None:
-        """`losses` are the losses of training episodes in a run; see `run_losses`."""
+        """`losses` contains the loss of each episode in the train split, as returned by `run_losses`."""
         self._view = view
         self._order = OrderView(
             view.path, replace(config or LoadConfig(), token_dtype=view.dataset.token_dtype), view.sources
@@ -77,7 +77,7 @@ class Viewer:
         self._mask = lru_cache(maxsize=8)(lambda index, wanted, filtered: index.mask(wanted))
 
     def about(self) -> dict[str, Any]:
-        """Return the dataset, its splits, and the values that filters accept."""
+        """Return information about the dataset and its splits, and the values that filters accept."""
         view, dataset, config = self._view, self._view.dataset, self._order.config
         splits = {
             name: {
@@ -104,7 +104,7 @@ class Viewer:
         }
 
     def sources(self, split: str) -> list[str]:
-        """Return the names of the sources to filter by."""
+        """Return the source names that the source filter accepts."""
         names = [one_line(source, 80) for source in sources_of(self._view.dataset[split])]
         return names if len(names) <= MAX_SOURCES else [*names[: MAX_SOURCES - 1], "(any other)"]
 
@@ -113,7 +113,7 @@ class Viewer:
         return [name for name, sort in SORTS.items() if has_losses or sort.column != "loss"]
 
     def progress(self) -> dict[str, Any]:
-        """Return how much of each split is indexed."""
+        """Return the progress of indexing for each split."""
         return {
             split: {
                 "episodes": index.count,
@@ -143,8 +143,9 @@ class Viewer:
     ) -> dict[str, Any]:
         """List the episodes that contain the text `q` and pass the filter; `bounds` are fields of `Filter`.
 
-        The list is in dataset order or sorted by one of `SORTS`, and starts at position `start`. `next` is the position
-        of the next page, or None at the end. `waiting` means that the index does not cover the page yet.
+        The list is in dataset order or sorted by one of `SORTS`, and starts at position `start`. In the result, `next`
+        is the position of the next page, or None at the end. `waiting` is true if episodes that are not indexed yet may
+        be added to the list.
         """
         count, index = len(self._view.dataset[split]), self.builder.indexes[split]
         try:
@@ -173,7 +174,9 @@ class Viewer:
     def _matching(
         self, index: SplitIndex, wanted: Filter, q: str, sort: str, start: int, limit: int
     ) -> tuple[SearchHits, int, int | None]:
-        """Return the hits, the number of indexed episodes, and the number of matches, if known."""
+        """Return a page of matching episodes, the number of indexed episodes, and the total number of matches, if
+        known.
+        """
         count, is_open = index.count, wanted == Filter()
         if not q and not sort and is_open:
             stop = min(count, start + limit)
@@ -208,7 +211,7 @@ class Viewer:
         return SearchHits(numbers[:limit].tolist(), after, ended=len(numbers) <= limit), len(kept), total
 
     def _summary(self, split: str, number: int, q: str = "") -> dict[str, Any]:
-        """Return the list entry of an episode, with the search match or a preview."""
+        """Return the entry of an episode in the list, with the text around the search match or with a preview."""
         row = self._view.row(split, number)
         file, line, _ = origin_of(row, 0) if len(row.origins) else (None, None, None)
         text = {"words": preview(row, self._view.text, 120)}
@@ -282,7 +285,7 @@ class Viewer:
         return _escaped(asdict(explain_token(self._view, split, number, token)), file=300, source=300)
 
     def record(self, split: str, number: int, segment: int) -> dict[str, Any]:
-        """Return the record of a segment, as it is in the file now."""
+        """Read the record of a segment again from its input file."""
         row = self._view.row(split, number)
         if not 0 <= segment < len(row.origins):
             raise UsageError(f"episode {number} has no segment {segment}; expected a segment below {len(row.origins)}")
@@ -313,12 +316,12 @@ class Viewer:
     # Methods for the order of episodes and for audit logs.
 
     def order(self, split: str, seed: int, epoch: int, start: int) -> dict[str, Any]:
-        """Return a page of an epoch's episodes."""
+        """Return one page of the episodes of an epoch, in the order in which the epoch visits them."""
         page = self._order.page(split, seed=seed, epoch=epoch, start=start, limit=PAGE)
         return {**page, "episodes": [self._summary(split, number) for number in page["episodes"]]}
 
     def whereabouts(self, split: str, number: int, seed: int, epoch: int) -> dict[str, Any]:
-        """Return the position of an episode in an epoch, and its neighbors."""
+        """Return the position of an episode in an epoch, and the episodes before and after it."""
         self._view.row(split, number)
         return self._order.find(split, number, seed=seed, epoch=epoch)
 
@@ -358,7 +361,7 @@ def _escaped(fields: dict[str, Any], **limits: int) -> dict[str, Any]:
 
 
 def _names(index: SplitIndex, column: str, codes: type[Role] | type[Rule]) -> list[str] | None:
-    """Return the roles or rules in a split, or None until the whole split is indexed."""
+    """Return the names of the roles or rules that occur in a split, or None until the whole split is indexed."""
     if index.filtered < index.count:
         return None
     bits = int(np.bitwise_or.reduce(index.columns[column])) if index.count else 0
@@ -366,7 +369,9 @@ def _names(index: SplitIndex, column: str, codes: type[Role] | type[Rule]) -> li
 
 
 def strip(row: Rows) -> list[list[Any]]:
-    """Return a row as runs of (role, trained, tokens); a row with many spans is sampled at STRIP positions."""
+    """Summarize a row as runs [role, whether trained, number of tokens]; sample a row with many spans at STRIP
+    positions.
+    """
     spans = row.spans
     if not len(spans):
         return []

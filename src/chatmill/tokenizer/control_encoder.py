@@ -1,12 +1,12 @@
-"""Encode texts with control tokens to the same ids that Hugging Face `tokenizers` returns for the whole text.
+"""Encode text that contains control tokens to the same ids that Hugging Face `tokenizers` returns.
 
-Text tokens are control tokens that the text of a message may also produce, such as `<think>`. Text tokens are added
-tokens, but not special tokens.
+Text tokens, such as `<think>`, are control tokens that are also recognized in the text of messages. In tokenizer.json,
+text tokens are added tokens that are not marked as special.
 
-A text can be encoded by sections: the fast engine encodes each text between two control tokens. A text can also be
-encoded as a whole: `tokenizers` encodes the complete text, with aliases in place of control tokens. Texts are encoded
-by sections if both methods give the same ids for the probe texts. Encoding a text as a whole is always exact and gives
-the offset of each token, but is slower than encoding by sections.
+A text can be encoded by sections: the fast engine separately encodes each section, which is the text between two
+control tokens. A text can also be encoded as a whole: `tokenizers` encodes the complete text, with aliases in place of
+control tokens. Texts are encoded by sections if both methods give the same ids for the probe texts. Encoding a text as
+a whole is always exact and gives the offset of each token, but is slower than encoding by sections.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _AddedTokens(msgspec.Struct):
 
 
 def with_declared(raw: bytes, declared: Iterable[Mapping[str, Any]], ids: Mapping[str, int]) -> bytes:
-    """Return a tokenizer.json with the control tokens that tokenizer_config.json lists, including their flags.
+    """Return the tokenizer.json with the control tokens of tokenizer_config.json and their flags added.
 
     transformers also adds the tokens of tokenizer_config.json when it opens a tokenizer folder.
     """
@@ -69,10 +69,11 @@ def unmarked_tokens(raw: bytes) -> frozenset[str]:
 
 
 def any_overlap(tokens: Collection[str], others: Iterable[str]) -> bool:
-    """Whether a token in `tokens` can overlap with another token, in `tokens` or in `others`, in some text.
+    """Whether a token in `tokens` can overlap in a text with another token in `tokens` or `others`.
 
-    Two tokens overlap if one is part of the other, or if one starts with the end of the other. Which of two overlapping
-    tokens matches depends on the surrounding text, so splitting a text at a single token would not be exact.
+    Two tokens can overlap if one is a substring of the other, or if a suffix of one is a prefix of the other. Which of
+    two overlapping tokens matches depends on the surrounding text, so splitting a text at one of them could give wrong
+    ids.
     """
     tokens = frozenset(tokens)
     every = tokens.union(others)
@@ -91,7 +92,7 @@ def any_overlap(tokens: Collection[str], others: Iterable[str]) -> bool:
 
 
 class ControlEncoder:
-    """Encodes texts with control tokens for one tokenizer."""
+    """Encodes text that contains control tokens, with one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, raw: bytes | None, *, text_tokens: Collection[str] = ()) -> None:
         """`raw` is the content of the tokenizer.json. If `raw` is None, texts can be encoded only by sections."""
@@ -145,7 +146,7 @@ class ControlEncoder:
         return list(self._reference.encode(text, add_special_tokens=False).ids) if self.can_encode_whole else None
 
     def strip(self, text: str, before: str | None, after: str | None) -> tuple[str, int]:
-        """Strip the whitespace that adjacent tokens remove.
+        """Strip the whitespace that the control tokens before and after the text remove.
 
         Also return the number of characters removed at the start.
         """
@@ -188,7 +189,7 @@ class ControlEncoder:
 
     @cached_property
     def _reference(self) -> tokenizers.Tokenizer:
-        """The tokenizer of the tokenizer.json, plus the control tokens that other files add."""
+        """The tokenizer loaded from tokenizer.json, plus the control tokens that other files add."""
         assert self._raw is not None
         with faults_of(self.tokenizer.name, "cannot load the tokenizer.json", _EXPECTED):
             engine = tokenizers.Tokenizer.from_buffer(self._raw)

@@ -67,7 +67,7 @@ EPOCHS = ValueCheck(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Config):
-    """The keys that set the shape of a new model."""
+    """The config keys that define the architecture of a new model."""
 
     vocab_size: int | None = key(
         None, "vocabulary size; null uses the vocabulary size of the dataset", optional(integer(1))
@@ -101,7 +101,7 @@ class ModelConfig(Config):
         return self.n_ffn or -(-self.n_embd * 8 // 3 // 64) * 64
 
     def shape_fault(self) -> str | None:
-        """Return why this shape is invalid, or None if it is valid."""
+        """Return why these model sizes are invalid, or None if they are valid."""
         if self.head_dim is None and self.n_embd % self.n_head:
             return f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}; change one of them or set head_dim"
         if self.n_head % self.kv_heads:
@@ -113,7 +113,7 @@ class ModelConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class GPTSizes(ModelConfig):
-    """The shape of a model, as stored in its config file."""
+    """The architecture of a model, as stored in its config file."""
 
     vocab_size: int = required("vocabulary size", integer(1))
 
@@ -129,7 +129,7 @@ class GPTSizes(ModelConfig):
 
     @property
     def num_parameters(self) -> int:
-        """Return the number of parameters in a model with this shape."""
+        """Number of parameters in a model with these sizes."""
         attention = self.n_embd * self.head_size * 2 * (self.n_head + self.kv_heads)
         norms = 2 * self.n_embd + (2 * self.head_size if self.qk_norm else 0)
         layers = self.n_layer * (attention + 3 * self.n_embd * self.ffn + norms)
@@ -138,7 +138,7 @@ class GPTSizes(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSizes(Config):
-    """The shape of LoRA adapters: the keys under `lora` in a config."""
+    """LoRA settings: the keys under `lora` in a config."""
 
     r: int = key(16, "rank of the adapters", integer(1))
     alpha: float = key(32.0, "scale of the adapters, which are multiplied by alpha / r", number(0))
@@ -326,7 +326,7 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         return super().from_mapping(layered(values), place=place)
 
     def sizes(self, vocab_size: int) -> GPTSizes:
-        """Return the shape of a new model for a dataset with this vocabulary size."""
+        """Return the sizes of a new model; `vocab_size` is the vocabulary size of the dataset."""
         shape = {name: getattr(self, name) for name in size_keys()}
         return GPTSizes(**{**shape, "vocab_size": self.vocab_size or vocab_size})
 
@@ -334,7 +334,8 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         return None if self.lora is None else LoraSizes(**self.lora)
 
     def with_accumulation(self) -> tuple[Self, list[str]]:
-        """Replace tokens_per_step with batch_size and gradient_accumulation_steps; also return a note about the result.
+        """Return a config with batch_size and gradient_accumulation_steps instead of tokens_per_step, and a note about
+        it.
 
         In the returned config, tokens_per_step is null, so resuming with that config does not change the batch size
         again.
@@ -400,12 +401,12 @@ def with_bare_switches(args: Sequence[str]) -> list[str]:
 
 
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge layers of settings; later layers take precedence.
+    """Merge dicts of settings, called layers; later layers override earlier ones.
 
-    A layer that sets max_iters removes epochs, and vice versa. In the same way, warmup_iters and warmup_pct replace
-    each other. If a layer sets tokens_per_step, batch_size is divided by gradient_accumulation_steps to keep the number
-    of rows per micro-batch, and gradient_accumulation_steps is removed. A layer that turns post_training on also sets
-    the keys in POST_TRAINING, except those that the layer sets itself.
+    A layer that sets max_iters removes epochs from earlier layers, and vice versa. A layer that sets warmup_iters
+    removes warmup_pct from earlier layers, and vice versa. If a layer sets tokens_per_step, batch_size is divided by
+    gradient_accumulation_steps to keep the number of rows per micro-batch, and gradient_accumulation_steps is removed.
+    A layer that turns post_training on also sets the keys in POST_TRAINING, except those that the layer sets itself.
     """
     values: dict[str, Any] = {}
     for layer in layers:
@@ -431,10 +432,10 @@ def renamed_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def size_keys() -> Sequence[str]:
-    """Return the keys that set the shape of a new model."""
+    """Return the config keys that define the architecture of a new model."""
     return list(keys_of(ModelConfig))
 
 
 def model_keys() -> Sequence[str]:
-    """Return the keys that define the model. A resumed run must not change these keys."""
+    """Return the config keys that a resumed run must not change, because they define the model."""
     return [*size_keys(), "lora", "quantize"]

@@ -1,6 +1,6 @@
 """Read and validate the keys of a record, and report keys that were not read.
 
-Errors name the owner of a key, such as `message 3`, counted from 0.
+Error messages name the object that has or lacks a key, such as `message 3`; messages are numbered from 0.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OTHER_KEYS = "(other keys)"
 
 
 class ParsedRecord(NamedTuple):
-    """A record without its source, file and line."""
+    """The parsed contents of a record, without its source, file and line number."""
 
     messages: list[Message]
     id: str | None = None
@@ -56,7 +56,7 @@ class ParsedRecord(NamedTuple):
 
 
 class KeyReader:
-    """Reads each key of a JSON object once. `finish` reports the remaining keys as unread.
+    """Reads and validates the values of a JSON object. `finish` adds the keys that were not read to `unread`.
 
     >>> turn = KeyReader("message 0", "messages[].", {"role": "user", "content": "Hi", "lang": "en"}, unread := {})
     >>> turn.text("role"), turn.text("content")
@@ -76,7 +76,7 @@ class KeyReader:
         return key in self._values
 
     def child(self, owner: str, path: str, values: Object) -> KeyReader:
-        """Return a reader for a nested object; both readers share the unread keys."""
+        """Return a reader for a nested object; both readers add their unread keys to the same dict."""
         return KeyReader(owner, self._path + path, values, self._unread)
 
     def finish(self) -> None:
@@ -89,14 +89,14 @@ class KeyReader:
     # Methods that return a value of any type.
 
     def take(self, key: str) -> Any:
-        """Take the value of `key`; None if it is null or missing."""
+        """Remove `key` and return its value, or None if it is null or missing."""
         return self._values.pop(key, None)
 
     def peek(self, key: str) -> Any:
         return self._values.get(key)
 
     def required(self, key: str) -> Any:
-        """Take the value of `key`, which may be null but not missing."""
+        """Remove `key` and return its value, which may be null; raise `RecordError` if the key is missing."""
         if key not in self._values:
             keys = keys_shown(list(self._given)) or "none"
             what = f'{self.owner} has no "{key}"'
@@ -110,16 +110,16 @@ class KeyReader:
         return value
 
     def optional_text(self, key: str) -> str | None:
-        """Take the string under `key`; None if it is null or missing."""
+        """Remove `key` and return its string, or None if it is null or missing."""
         if self.peek(key) is None:
             self.take(key)
             return None
         return self.text(key)
 
     def role(self, key: str, roles: Mapping[str, Role], *, has_columns: bool = True) -> Role:
-        """Take the name under `key`, and map it with `roles`.
+        """Read a role name from `key`, and return the role that `roles` maps it to.
 
-        With `has_columns`, the error for an unknown role names the `--columns` option that maps it.
+        If `has_columns` is true, the error for an unknown role suggests a `--columns` option that maps the role.
         """
         right = f"expected {listed(tuple(roles))}"
         if key not in self:
@@ -135,13 +135,13 @@ class KeyReader:
     # Refuse keys that are not supported.
 
     def refuse(self, *keys: str, right: str) -> None:
-        """Reject `keys` whose content would otherwise be lost silently."""
+        """Raise `RecordError` if one of `keys` has a value, because the value would otherwise be lost silently."""
         for key in keys:
             if self.take(key) is not None:
                 raise RecordError(f'{self.owner} has a "{key}"', right, kind="keys")
 
     def refuse_media(self) -> None:
-        """Reject images, videos and audio, but not empty lists."""
+        """Raise `RecordError` if the object has images, videos or audio; empty values are allowed."""
         for key in MEDIA_KEYS:
             if self.take(key) not in (None, [], "", {}):
                 what = f'{self.owner} has "{key}", but chatmill trains only on text'
@@ -155,7 +155,7 @@ class KeyReader:
                 self.take(key)
 
     def refuse_masks(self) -> None:
-        """Reject keys that other trainers use to select messages."""
+        """Reject keys that other trainers use to select the messages to train on."""
         if type(mask := self.peek("mask")) is str and mask.lower() == "user":
             self.take("mask")
         elif type(mask) is str:
@@ -166,7 +166,7 @@ class KeyReader:
             raise RecordError(what, "remove the key, and use --train-on last", kind="keys")
 
     def only(self, known: Sequence[str]) -> None:
-        """Reject keys that are not `known`."""
+        """Raise `RecordError` if the object has an unread key that is not in `known`."""
         if unknown := [key for key in self._values if key not in known]:
             noun = "key" if len(unknown) == 1 else "keys"
             what = f"{self.owner} has the unknown {noun} {keys_shown(unknown)}"
@@ -174,7 +174,7 @@ class KeyReader:
 
 
 def quoted(text: str) -> str:
-    """Put text in double quotes, on one line."""
+    """Return the text on one line, in double quotes."""
     return f'"{one_line(text)}"'
 
 
@@ -184,7 +184,7 @@ def listed(words: Sequence[str], last: str = "or") -> str:
 
 
 def _role_hint(name: str, roles: Mapping[str, Role]) -> str:
-    """Return a hint on how to map the role with `--columns`; empty if that is not possible."""
+    """Return a hint on how to map an unknown role name with `--columns`, or an empty string if there is no hint."""
     if name in ROLES or not re.fullmatch(r"[\w.-][\w .-]{,39}(?<! )", name):
         return ""
     role = roles.get(name.lower()) or ROLE_NAMES.get(name.lower())
@@ -194,7 +194,7 @@ def _role_hint(name: str, roles: Mapping[str, Role]) -> str:
 
 
 def keys_shown(keys: Sequence[str]) -> str:
-    """Format the first few keys for an error."""
+    """Return the first few keys in quotes, for an error message."""
     return ", ".join(quoted(key) for key in keys[:6]) + (", …" if len(keys) > 6 else "")
 
 
@@ -204,7 +204,7 @@ def keys_shown(keys: Sequence[str]) -> str:
 def read_record(
     values: Object, read_messages: Callable[[KeyReader], list[Message]], *, id_key: str = "id"
 ) -> ParsedRecord:
-    """Parse a record: the messages, and the keys that all shapes share."""
+    """Parse the messages of a record with `read_messages`, and the keys that all shapes have in common."""
     unread: dict[str, None] = {}
     record = KeyReader("the record", "", values, unread)
     record.refuse_media()
@@ -224,7 +224,7 @@ def read_record(
 
 
 class PlainMessages(NamedTuple):
-    """The names of the keys and roles in messages that consist only of a role and a text."""
+    """The two key names and the role names of messages that contain only a role and a text."""
 
     role: str
     text: str
@@ -234,7 +234,7 @@ class PlainMessages(NamedTuple):
 def messages(
     record: KeyReader, key: str, read_message: Callable[[KeyReader], Message], plain: PlainMessages
 ) -> list[Message]:
-    """Read the messages under `key`: a non-empty list, or the JSON text of a non-empty list."""
+    """Parse the list of messages under `key`, which must not be empty and may be given as a JSON string."""
     role_key, text_key, roles = plain
     out: list[Message] = []
     for index, turn in enumerate(message_list(record, key)):
@@ -248,7 +248,7 @@ def messages(
 
 
 def message_list(record: KeyReader, key: str) -> list[Any]:
-    """Return the non-empty list of messages under `key`: dicts or `Message` objects."""
+    """Return the messages under `key` as a non-empty list of dicts or `Message` objects."""
     turns = record.required(key)
     if type(turns) is str:
         what = f'"{key}" is a string that is not JSON'
@@ -274,7 +274,7 @@ def read_turn(
 
 
 def with_system(record: KeyReader, turns: list[Message]) -> list[Message]:
-    """Put the top-level `system` text first, unless the messages start with the same text."""
+    """Prepend the record's top-level `system` text as a message, unless the messages already start with it."""
     first = system(record)
     if first and turns and turns[0].role == "system":
         if turns[0].content != first[0].content:
@@ -285,7 +285,7 @@ def with_system(record: KeyReader, turns: list[Message]) -> list[Message]:
 
 
 def system(record: KeyReader) -> list[Message]:
-    """Return the top-level `system` text as a list of at most one message."""
+    """Return a list with one system message, or an empty list if the record has no top-level `system` text."""
     text = record.optional_text("system")
     return [new_message("system", text)] if text else []
 
@@ -301,7 +301,7 @@ def record_id(record: KeyReader, key: str = "id") -> str | None:
 
 
 def tools(record: KeyReader) -> tuple[str, ...]:
-    """Return the tool definitions, each as compact JSON; the list may be given as JSON text."""
+    """Return each tool definition as compact JSON; the record may contain the list as a JSON string."""
     given, right = record.take("tools"), "expected a list of tool definitions"
     if given is None or (type(given) is str and not given.strip()):
         return ()
@@ -338,7 +338,7 @@ def template_kwargs(record: KeyReader) -> str:
 
 
 def read_weight(fields: KeyReader, role: Role | None = None) -> float | None:
-    """Return the weight set by one of `FLAG_KEYS` or `WEIGHT_KEYS`, or None.
+    """Return the loss weight that a key in `FLAG_KEYS` or `WEIGHT_KEYS` sets, or None if no such key is set.
 
     A tool result cannot have a weight above 0.
     """
@@ -380,7 +380,7 @@ def reasoning(turn: KeyReader, role: Role) -> str:
 
 
 def json_value(value: Any, what: str, right: str, *, kind: str) -> Any:
-    """Decode a value that may be JSON text; for invalid JSON, the error message starts with `what`."""
+    """Decode `value` if it is a JSON string; for invalid JSON, the error message starts with `what`."""
     try:
         return decode(value.encode()) if type(value) is str else value
     except RecordError as fault:

@@ -1,8 +1,8 @@
-"""Derive answers by origin: use the source of each character to find where an answer starts and ends.
+"""Find where each answer starts and ends, using the origin of each character of the rendered text.
 
-Only literals of the template separate the previous messages from the answer. The prompt that a server would send also
-ends with literals of the template. What the rendering and the prompt have in common is context; the answer starts where
-the rendering and the prompt diverge.
+Between the previous message and the answer, the rendered text consists of literals of the template. The prompt that an
+inference server would pass to the model also ends with literals of the template. What the rendering and the prompt have
+in common is context; the answer starts where the rendering and the prompt diverge.
 
     prompt      … Hi <|im_end|>\\n<|im_start|>assistant\\n
     rendering   … Hi <|im_end|>\\n<|im_start|>assistant\\n<think>\\n  Well …
@@ -66,20 +66,20 @@ def answers_by_origin(
     eos: str | None = None,
     prompt_ends: PromptEnds | None = None,
 ) -> list[AnswerSpan]:
-    """Return the answer of each message in `assistants`. `ends` contains the tokens at which a server stops, if known.
+    """Return the trained text of each message whose index is in `assistants`. `ends` contains the tokens at which an
+    inference server stops generating, if known.
 
-    The assistant header is taken from the first prompt that has one. `prompts` contains the number of messages in each
-    prompt to search.
+    The assistant header is taken from the first prompt that has one. `prompts` contains the number of messages of each
+    prompt that is searched for the header.
 
-    With `prompt_ends`, prompts that end like an earlier prompt are not traced.
+    If `prompt_ends` is given, a prompt that ends with the same literals as an earlier prompt is not rendered with
+    tracing.
     """
     search = _OriginSearch(full, prompts, render_traced, tokens, ends, eos, prompt_ends)
     return [search.answer(message) for message in assistants]
 
 
 class _OriginSearch:
-    """Finds the answers of one conversation by origin."""
-
     def __init__(
         self,
         full: Rendering,
@@ -167,7 +167,7 @@ class _OriginSearch:
         return next((header for header in headers if header), "").lstrip()
 
     def _start_without_prompt(self, message: int, own: int, error: RecordError) -> int:
-        """Find the start of an answer whose prompt the template rejects, by searching for the usual header."""
+        """Search for the usual header to find the start of an answer whose prompt the template cannot render."""
         before = max((at for at in self.fields if at < own), default=-1)
         literals = self._between(before, own)
         header = self._usual_header()
@@ -210,7 +210,7 @@ class _OriginSearch:
         return alike[0] if alike else places[0] if len(places) == 1 else None
 
     def _header(self, message: int) -> str | None:
-        """Return the literals that the generation prompt adds before a message."""
+        """Return the text that `add_generation_prompt` adds at the end of the prompt for a message."""
         try:
             prompt_end = _tail(self.render_traced(message, True))[1]
             without = _tail(self.render_traced(message, False))[1]
@@ -219,7 +219,7 @@ class _OriginSearch:
         return prompt_end[self._common(prompt_end, without) :]
 
     def _anchor(self, message: int, source: FieldPath | None, own: int) -> int:
-        """Return the index of the last piece before the answer that comes from the last field of the prompt."""
+        """Return the index of the last piece before the answer whose source is the last field of the prompt."""
         if source is None:
             return -1
         anchor = max((at for at in self.fields if at < own and self.pieces[at].source == source), default=None)
@@ -285,7 +285,9 @@ class _OriginSearch:
             return self.full
 
     def _owned(self, message: int, begin: int, literals: str) -> str | None:
-        """Return the literals after `begin` from the loop iteration of this message; None outside message loops."""
+        """Return the literals after `begin` that the loop iteration of this message outputs; None if `begin` is outside
+        message loops.
+        """
         first = next((at for at in range(len(self.pieces)) if self.places[at + 1] > begin), None)
         if first is None:
             return ""
@@ -299,7 +301,7 @@ class _OriginSearch:
         return literals[: max(0, stop - begin)]
 
     def _own_closing(self, message: int, own: str) -> str:
-        """Return the part of `own` that the template also outputs if this message is the last one."""
+        """Return the prefix of `own` that the template also outputs if this message is the last one."""
         matches = self.tokens.find(own)
         if len(matches) < 2:
             return own
@@ -309,7 +311,7 @@ class _OriginSearch:
         return own[: max(0, first + known[own[first:]])]
 
     def _closing(self, message: int, start: int, literals: str) -> str:
-        """Return the literals that close this message whether or not another message follows."""
+        """Return the literals that the template outputs after this message whether or not another message follows."""
         alone = self._alone(message)
         source, tail = _tail(alone, of=message)
         if source is None:
@@ -341,7 +343,7 @@ class _OriginSearch:
 
 
 def _tail(rendering: Rendering, *, of: int | None = None) -> tuple[FieldPath | None, str]:
-    """Return the last field of a rendering, or of the message `of` if given, and the text after that field."""
+    """Return the last field in a rendering (or, with `of`, the last field of that message) and the text after it."""
     texts: list[str] = []
     for piece in reversed(rendering.pieces):
         if piece.source is not None and (of is None or piece.source.message == of):

@@ -60,7 +60,7 @@ class OpenedTemplate:
     style: Style
 
     def quote(self, line: int) -> str:
-        """Return a line of the template with its number, for error messages."""
+        """Return a line of the template with its line number, for error messages."""
         lines = self.source.split("\n")
         text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
         return f"{self.name}:{line}: {one_line(text, 160)}"
@@ -127,9 +127,9 @@ class TemplateProcess:
         last_only: bool = False,
         text_tokens: Iterable[str] = (),
     ) -> DerivedAnswers:
-        """Render a record and find its answers. `texts` is the number of texts in the record.
+        """Render a record and find its answers. `texts` is the number of text fields in the record.
 
-        `text_tokens` contains the tokens that may come from text.
+        `text_tokens` contains the control tokens, such as `<think>`, that are also recognized in message text.
         """
         may_hold, seconds = sorted(text_tokens), _seconds(record)
         request = messages.Derive(template, _sent(record), mask, cacheable, last_only, may_hold, seconds)
@@ -255,7 +255,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def start_server() -> None:
-    """Start the fork server of template processes in the background."""
+    """Start, in the background, the server that forks template processes."""
     fork_server(ENGINE)
 
 
@@ -286,7 +286,7 @@ def _decoded(frame: bytes) -> messages.Response:
 
 
 def _sent(record: Record) -> Record:
-    """Return the part of a record that is sent to the template process."""
+    """Return a copy of the record with only its messages and tools, to send to the template process."""
     return new_record(record.messages, None, record.tools)
 
 

@@ -1,8 +1,9 @@
 """A Jinja sandbox for Hugging Face chat templates, with limits on steps, characters and time.
 
 Templates can read plain data but not change it, and can use only the attributes in `ATTRIBUTES`. Using an existing
-attribute that is not in `ATTRIBUTES` raises an error, so that the output never differs silently from transformers. The
-syntax tree is rewritten so that loops count steps. Templates that read other files or use autoescape are rejected.
+attribute that is not in `ATTRIBUTES` raises an error, so that the output never differs silently from transformers.
+Jinja's syntax tree is rewritten so that every loop iteration counts toward the step limit. Templates that read other
+files or use autoescape are rejected.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return text
 
     def to_text(self, value: Any) -> str:
-        """Return a value as text for the output."""
+        """Convert a value to the text that the template outputs."""
         if not isinstance(value, str):
             check_plain(value)
         return str(value)
@@ -209,7 +210,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         raise SecurityError(f"{name!r} of a {type_.__name__} is not available to templates")
 
     def _format_of(self, text: str) -> Callable[..., str]:
-        """Return a safe implementation of the method `format` of a text."""
+        """Return a safe implementation of `str.format` for this text."""
         if isinstance(text, Markup):
             raise SecurityError("'format' on safe text is not available to templates")
         return lambda *args, **kwargs: self._formatted(format_fields(text, args, kwargs))
@@ -283,7 +284,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 raise LimitError(f"the width or count {value} exceeds the limit of {self.meter.max_characters}")
 
     def _check_growth(self, name: str, subject: str, args: tuple[Any, ...]) -> None:
-        """Before a string method is called, raise if its result could exceed the limit."""
+        """Raise `LimitError` if the result of a string method or filter could exceed the size limit."""
         if name == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
             self.meter.check_size(_size(subject) + str.count(subject, args[0]) * _size(args[1]))
         elif name == "join" and args and isinstance(args[0], list | tuple):
@@ -310,7 +311,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class Rewriter(NodeTransformer):
-    """Rewrites a syntax tree so that loops count steps and `~` calls the sandbox."""
+    """Rewrites a Jinja syntax tree so that every loop iteration counts as a step and `~` calls `Sandbox.joined`."""
 
     def __init__(self) -> None:
         self.rules: dict[type[nodes.Node], Callable[[Any], Any]] = {

@@ -155,7 +155,7 @@ class TracedStr(str):
         return result
 
     def _slices(self, name: str, *args: Any) -> list[TracedStr]:
-        """Return the results of a string method that slices the text, with their pieces."""
+        """Return the slices of this text that a string method such as `split` returns, with their pieces."""
         ranges = RANGES[name](self.plain(), *args)
         if self.trace is None:
             return [made([piece for _, piece in inside], None) for inside in cut(self.pieces, ranges)]
@@ -292,7 +292,7 @@ def untraced(value: Any) -> Any:
 def _known(text: str) -> str:
     """Return a method argument as a plain string.
 
-    If the argument comes from a conversation, its trace is no longer cacheable.
+    If the argument contains text of a conversation, mark its trace as not cacheable.
     """
     if isinstance(text, TracedStr):
         text._not_cacheable()
