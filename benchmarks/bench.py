@@ -149,7 +149,7 @@ def measure(only: list[str] | None, own: list[object], results: Path, *, quick: 
 
 
 def run(script: str, words: list[object]) -> Any:
-    """Run a benchmark and return the JSON that it prints. A benchmark that misses a target exits with 1."""
+    """Run a benchmark and return the JSON that it prints. A benchmark that misses a target exits with code 1."""
     command = [sys.executable, str(HERE / script), *map(str, words)]
     if script != "corpus.py":
         command.append("--json")
@@ -187,7 +187,7 @@ def read(results: Path) -> Results:
 
 
 def write(found: Results, out: Path, *, whole: bool) -> list[Path]:
-    """Write the flame graphs. If `whole` is true, also write the page and the chart."""
+    """Write the flame graphs. If `whole` is true, also write the results page and its chart."""
     texts = {"benchmarks.md": page(found), "benchmarks.svg": chart(found)} if whole else {}
     for part in found.get("profiles", {}).get("parts", []):
         texts[f"flame-{part['name']}.svg"] = flame_graph(part["title"], part["stacks"])

@@ -6,18 +6,18 @@
 `prepare` writes token files from text on this machine: Python sources for pretraining, conversations and other prose
 for fine-tuning. `train` requires only numpy, torch and safetensors (torchao for --fp8). The steps of `train` are:
 
-1. Train a GPT of 34 M parameters on the sources with adamw. The learning rate is constant until the validation loss
-   has not fallen by FALL nats in PATIENCE evaluations, and then decays to zero.
+1. Train a GPT with 34 M parameters on the Python sources with adamw. The learning rate is constant until the validation
+   loss falls by less than FALL nats in PATIENCE evaluations, and then decays to zero.
 
 2. Select a learning rate for adamw, adafactor and muon on the tuning split. adamw8bit, adamw_bf16 and fp8 use
    adamw's learning rate.
 
-3. Fine-tune the GPT with each optimizer and three seeds, which set the data order and the rounding.
+3. Fine-tune the GPT with each optimizer and three seeds, which determine the data order and the stochastic rounding.
 
-4. Compare each validation loss with that of adamw for the same seed. The mean difference may be at most MOST nats.
+4. Compare each validation loss with that of adamw for the same seed. The mean difference must be at most MOST nats.
 
-"nearest" is the control: AdamW on bfloat16 weights, rounded to nearest. No limit applies to the control. Each result is
-written as soon as it is known. A restarted run continues after the last result.
+"nearest" is the control: AdamW on bfloat16 weights, rounded to nearest. The limit of MOST nats does not apply to the
+control. Each result is written as soon as it is known. A restarted run continues after the last result.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ def prepare(folder: Path, conversations: Sequence[Path], *, megabytes: float) ->
 
 
 def _sources(limit: int) -> Iterator[str]:
-    """Yield Python files from the standard library and from installed packages, sorted by the hashes of their names."""
+    """Yield the text of Python files in the standard library and in installed packages, ordered by a hash of the file
+    path.
+    """
     import hashlib
     import sysconfig
 
@@ -143,7 +145,7 @@ def _prose(conversations: Sequence[Path]) -> Iterator[str]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """Yield one text for each record of a JSON or JSONL file: its longer strings, joined."""
+    """For each record of a JSON or JSONL file, yield its strings of more than 15 characters, joined by newlines."""
     raw = path.read_text(errors="ignore")
     try:
         records = json.loads(raw)
@@ -173,7 +175,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 class Training:
-    """The data, and one compiled model per precision, which every run reuses with new weights."""
+    """The token data, and one compiled model per precision; every run loads new weights into the compiled model."""
 
     def __init__(self, folder: Path, size: Size, device: str) -> None:
         import torch
@@ -222,7 +224,9 @@ class Training:
         return Stepper(model, model, World(0, 1, torch.device(self.device)), settings)
 
     def parts(self, split: str, starts: Any) -> list[Any]:
-        """Return a micro-batch of the windows at these offsets. The loss includes every token."""
+        """Return one micro-batch of the token windows that begin at the offsets `starts`. The loss includes every
+        token.
+        """
         import torch
 
         from chatmill.train.loss import TrainedPositions, moved
@@ -239,7 +243,7 @@ class Training:
         return [MicroBatch(inputs, torch.zeros((len(rows), 1), dtype=torch.int64))]
 
     def train(self, stepper: Any, split: str, step: int, *, lr: float, seed: int) -> Any:
-        """Take one optimizer step. The seed sets the order of the windows in each epoch."""
+        """Take one optimizer step. The seed determines the order of the token windows in each epoch."""
         length, rows = self.size.length, self.size.rows
         count = (len(self.data[split]) - 1) // length
         batches = count // rows
@@ -313,7 +317,9 @@ class Training:
 
 
 def train(folder: Path, out: Path, *, size: Size, fp8: bool, device: str) -> int:
-    """Run everything that `out` does not contain yet; return 1 if an optimizer exceeds the limit."""
+    """Run all experiments whose results are not yet in the file `out`; return 1 if an optimizer exceeds the limit or if
+    pretraining did not converge.
+    """
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -2,9 +2,9 @@
 
     python scripts/demo_table.py with_mask.json without_mask.json
 
-The two files are outputs of `chatmill eval --json`. The script exits with 1 if a target is missed: there must be at
-least 200 questions, and the first model must answer at least 70 percent of them exactly, write an end token
-in at least 99 percent of its answers, and have at least 30 percentage points more exact answers than the second model.
+The two files are outputs of `chatmill eval --json`. The script exits with code 1 if a target is missed. There must be
+at least 200 questions. The first model must answer at least 70 percent of the questions exactly, write an end token in
+at least 99 percent of its answers, and have at least 30 percentage points more exact answers than the second model.
 """
 
 from __future__ import annotations

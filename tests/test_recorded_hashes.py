@@ -1,6 +1,6 @@
-"""Compare the bytes that fixed commands write with recorded hashes.
+"""Run a fixed set of commands, and compare the hashes of the files that they write with recorded hashes.
 
-A refactor must not change any of these hashes. If bytes change on purpose, update the hashes with `python
+A refactor must not change any of these hashes. If the files change on purpose, update the hashes with `python
 tests/test_recorded_hashes.py --record` and describe the change in CHANGELOG.md.
 """
 

@@ -216,11 +216,11 @@ def score(model_or_run: Path, folder: Path) -> Scores:
 
 
 def border_agreement(run: Path, folder: Path, border: str) -> dict[str, float]:
-    """Truncate true answers of held-out scenes in the middle, and compare the tokens of their targets with those
-    of the full answers.
+    """Truncate the true answers of held-out scenes in the middle, build rollout targets from them, and compare the
+    token ids of the targets with those of the full answers.
 
-    `same`: share of targets whose tokens equal those of the full answer. `likely`: share of targets in which the first
-    token after the kept prefix is the model's most likely token.
+    `same`: fraction of targets whose token ids equal those of the full answer. `likely`: fraction of targets in which
+    the first token after the kept prefix is the model's most likely token.
     """
     task = task_of(folder)
     model = open_model(model_folder(run)).to("cuda" if torch.cuda.is_available() else "cpu")

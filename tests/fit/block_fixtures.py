@@ -1,4 +1,4 @@
-"""Functions for tests of stream blocks, with letters as tokens.
+"""Functions for tests of blocks that are cut from a stream of conversations; each token is a letter.
 
 S, U and A open a system, user and assistant turn, E is END, X is EOS, and lowercase letters are text. In a mask, `*`
 marks a trained token. Documents are written without their last X, which packing adds.

@@ -54,7 +54,7 @@ def measured(tmp_path_factory) -> dict[bool, dict[int, tuple[int, float]]]:
 
 
 def removed_by(record: dict, size: int, share: float, given: list[dict]) -> str | None:
-    """Return the first filter that removes a record, computed without chatmill."""
+    """Return the name of the first filter that removes a record, computed without chatmill."""
     turns = len([message for message in record["messages"] if message["role"] != "system"])
     texts = [message["content"] for message in record["messages"]]
     tests = {

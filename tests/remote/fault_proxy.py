@@ -100,7 +100,7 @@ def fault_proxy(port: int, *, bandwidth: float = 0.0, latency: float = 0.0) -> I
 
 
 class Throttle:
-    """Limits the total bytes per second of all connections: each piece waits until the link is free."""
+    """Limits the total bytes per second of all connections: each chunk is delayed until enough bandwidth is free."""
 
     BURST = 0.02
     """Seconds of unused bandwidth that may be caught up after a pause, because sleeping is imprecise."""

@@ -56,7 +56,7 @@ def stored(path: Path) -> Rows:
 
 
 def by_role(rows: Rows) -> list[tuple[int, list[tuple[int, float]]]]:
-    """For each conversation, return its line, and the message index and weight of each span with the rule ROLE."""
+    """Return the line number of each conversation, and the message index and weight of each span with the rule ROLE."""
     spans = [rows.spans[start:stop] for start, stop in zip(rows.first_span, rows.first_span[1:], strict=False)]
     return [
         (int(line), [(int(span["message"]), float(span["weight"])) for span in part if span["rule"] == Rule.ROLE])

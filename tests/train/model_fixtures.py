@@ -23,7 +23,7 @@ SIZES = GPTSizes(
 
 
 def small_gpt(sizes: GPTSizes = SIZES, *, seed: int = 0, compute: torch.dtype | None = None) -> GPT:
-    """Return a GPT whose weights are large enough for its logits to differ."""
+    """Return a small GPT with weights that are large enough for its logits to differ clearly."""
     torch.manual_seed(seed)
     model = GPT(sizes, compute=compute)
     with torch.no_grad():

@@ -99,8 +99,8 @@ def log_line(now: BuildProgress, elapsed: float) -> str:
 def counts(now: BuildProgress, elapsed: float) -> str:
     """Format rows, tokens and tokens per second; the rate excludes resumed work.
 
-    No rate is shown in the first second: it would be too high, because workers start a source before the previous one
-    is done.
+    No rate is shown in the first second of a source: it would be too high, because workers start a source before the
+    previous source is done.
     """
     rows = f"{counted(now.rows, 'row')}, {now.tokens:,} tokens"
     own = now.tokens * (now.done - now.resumed) / now.done if now.done else 0.0
@@ -108,7 +108,7 @@ def counts(now: BuildProgress, elapsed: float) -> str:
 
 
 def seconds_left(now: BuildProgress, elapsed: float) -> float | None:
-    """Estimate the seconds left from the rate of this run; None if there is no rate yet."""
+    """Estimate the remaining seconds from the speed of this run; return None if this run has made no progress yet."""
     own = now.done - now.resumed
     return elapsed * (now.total - now.done) / own if own > 0 else None
 

@@ -79,7 +79,9 @@ def shape_lines(files: list[FilePart]) -> Iterator[str]:
 
 
 def message_lines(record: Record, trained: Sequence[bool] = ()) -> Iterator[str]:
-    """Yield one line per message of the record, marked if its entry in `trained` is true."""
+    """Yield one line per message of the record; the line is marked as trained if the message's entry in `trained` is
+    true.
+    """
     facts: dict[str, Any] = {
         "tools": len(record.tools) or None,
         "weight": record.weight if record.weight != 1 else None,

@@ -1,4 +1,6 @@
-"""Command parameters that expand to several options: a dataclass of options, or the keys of a config."""
+"""Expand one parameter of a command function to several command-line options: the fields of a dataclass, or the keys of
+a config.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def key_options(config: type[Any]) -> OptionGroup:
 def text_flags(*configs: type[Any], first: str | None = None) -> OptionGroup:
     """Return one string option for each config key, spelled with underscores or hyphens.
 
-    The help lists the key `first` before all others.
+    The help text lists the key `first` before all other keys.
     """
     options = []
     keys = [each for config in configs for each in keys_of(config).values()]
@@ -57,8 +59,9 @@ def option(config: type[Any], name: str) -> Any:
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command with its grouped parameters expanded to options.
 
-    A dataclass parameter is replaced by one option per field, and the command gets an instance. A parameter annotated
-    with an `OptionGroup` is replaced by the options of the group, and the command gets the result of `gather`.
+    A dataclass parameter is replaced by one option per field, and the command gets an instance of the dataclass. A
+    parameter annotated with an `OptionGroup` is replaced by the options of the group, and the command gets the result
+    of `gather`.
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, OptionGroup] = {}
@@ -81,7 +84,7 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _group(annotation: Any) -> OptionGroup | None:
-    """Return the options that a parameter with this annotation expands to, or None."""
+    """Return the options that a parameter with this annotation expands to, or None for an ordinary parameter."""
     if is_dataclass(annotation) and isinstance(annotation, type):
         return OptionGroup(list(inspect.signature(annotation, eval_str=True).parameters.values()), annotation)
     return next((each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, OptionGroup)), None)

@@ -230,7 +230,7 @@ def _summary(output: Place, metadata: Metadata) -> dict[str, Any]:
 
 
 def _length_options(job: Job) -> str:
-    """Return the options to raise for longer rows; --max-tokens cannot exceed --pack."""
+    """Return the command-line options to increase if rows should be longer; --max-tokens cannot exceed --pack."""
     if job.pack is None or (job.max_tokens is not None and job.max_tokens < job.pack):
         return "--max-tokens"
     return "--pack" if job.max_tokens is None else "--pack and --max-tokens"

@@ -46,7 +46,7 @@ Viewed = Annotated[
 
 @dataclass(frozen=True)
 class PreviewOptions:
-    """Options for records that are not prepared; see `cli/expand.py`."""
+    """Command-line options for input that has not been prepared as a dataset; see `cli/expand.py`."""
 
     format: Annotated[
         str | None,

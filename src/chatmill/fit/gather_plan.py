@@ -15,10 +15,10 @@ OWN_RULE = 255
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """A description of new rows as pieces of existing rows.
+    """Describes how to assemble new rows from pieces of existing rows.
 
-    A piece is a token range [start, stop) of the source rows. Positions from len(source.ids) on refer to the literals:
-    tokens that are not in the source, such as padding.
+    A piece is a token range [start, stop) of the source rows. Positions of len(source.ids) and above refer to literals:
+    tokens that are not in the source rows, such as padding.
     """
 
     start: Index
@@ -35,7 +35,7 @@ class GatherPlan:
 
 
 def gather(source: Rows, plan: GatherPlan, literals: Rows | None = None) -> Rows:
-    """Return the rows that a plan describes. Spans are split where pieces end; empty pieces are omitted."""
+    """Return the rows that a plan describes. Spans are split at the boundaries of pieces; empty pieces are omitted."""
     full = plan.stop > plan.start
     start, stop = plan.start[full], plan.stop[full]
     spans, span_start = source.spans, source.span_start

@@ -22,7 +22,7 @@ _RESPONSE = msgspec.msgpack.Decoder(list[int] | str | None)
 
 
 class TransformersPeer:
-    """Returns the token ids of records as rendered by transformers."""
+    """Renders records with transformers in a separate process, and returns their token ids."""
 
     def __init__(self, renderer: TemplateRenderer) -> None:
         self._renderer = renderer

@@ -1,8 +1,9 @@
-"""Mix several sources: select a source for each position, and order its episodes.
+"""Mix several sources: select a source, and an episode of this source, for each position of the mix.
 
-Weights are converted to integers, and a table whose period is the sum of the integers maps every position to a source.
-Because the table is periodic, the share of each source does not drift during a run, and no state needs to be saved.
-Each source has its own epochs, independent of batch boundaries.
+Weights are converted to integers. A periodic table, whose period is the sum of these integers, maps every position of
+the mix to a source. Because the table is periodic, the fraction of rows from each source does not drift during a run,
+and checkpoints need no sampling state. Each source starts its next epoch as soon as all of its episodes have been used,
+even in the middle of a batch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MIX_BY = ("rows", "tokens", "trained_tokens")
 def shares(weights: Mapping[str, object], key: str = "mix_sft") -> dict[str, Fraction]:
     """Normalize weights to exact fractions that sum to 1; the weight 0.1 is treated as exactly one tenth.
 
-    Report all invalid weights in one error, which names the config key `key`.
+    Raise one `DataError` that lists all invalid weights; `key` is the config key in its message.
 
     >>> from chatmill.load import shares
     >>> shares({"a": 0.5, "b": 1.5})
@@ -62,10 +63,10 @@ def _weight_fault(name: str, weight: object, key: str) -> str | None:
 
 
 def row_weights(requested: Mapping[str, Fraction], *, row_size: Mapping[str, Fraction] | None = None) -> dict[str, int]:
-    """Return the number of rows of each source in a period of at most 2^16 rows.
+    """Return the number of rows from each source in one period of the mix, which has at most 2^16 rows.
 
-    To mix by tokens or trained tokens, pass the average number of tokens per row of each source as `row_size`. The
-    shares are exact if the period allows it; otherwise they are rounded to multiples of 1/2^16.
+    To mix by tokens or trained tokens, pass the average number of these tokens in a row of each source as `row_size`.
+    If exact fractions would need a longer period, each fraction is rounded to a multiple of 1/2^16.
 
     >>> from chatmill.load import row_weights, shares
     >>> row_weights(shares({"a": 0.5, "b": 1.5}))
@@ -99,7 +100,8 @@ def row_weights(requested: Mapping[str, Fraction], *, row_size: Mapping[str, Fra
 
 
 def epoch_rows(epochs: Mapping[str, float], num_rows: Mapping[str, int]) -> dict[str, int]:
-    """Return the number of rows of each source in one epoch of a mix: epochs times rows, rounded, and at least 1.
+    """Return the number of rows from each source in one epoch of the mix: the epochs of the source times its rows,
+    rounded to an integer of at least 1.
 
     >>> from chatmill.load.mix import epoch_rows
     >>> epoch_rows({"a": 2, "b": 0.5}, {"a": 10, "b": 7})
@@ -117,13 +119,13 @@ def epoch_rows(epochs: Mapping[str, float], num_rows: Mapping[str, int]) -> dict
 
 
 class MixSchedule:
-    """Maps positions to sources by integer weights; up to any position, each source is within one row of its share.
+    """Maps each position of a mix to a source, in proportion to integer weights. Before any position, the number of
+    rows from each source differs by less than one row from the exact proportion.
 
         weights 1 2, one period  ->  sources 1 0 1, ordinals 0 0 1
 
-    With n sources, each row has a range of positions that keep its source within 1 - 1/(2n-2) rows of its share.
-    Scheduling by earliest deadline keeps every row within its range, as Tijdeman proved in "The chairman assignment
-    problem" (1980).
+    The positions are assigned by the earliest-deadline-first algorithm in Tijdeman, "The chairman assignment problem"
+    (1980). With n > 1 sources, the difference is at most 1 - 1/(2n-2) rows.
 
     >>> from chatmill.load import MixSchedule
     >>> MixSchedule([1, 2]).at([0, 1, 2])[0].tolist()
@@ -145,28 +147,29 @@ class MixSchedule:
         self._ordinal[by_source] = np.concatenate([np.arange(count) for count in self.weights])
 
     def at(self, positions: ArrayLike) -> tuple[Index, Index]:
-        """Return the source of each position, and the number of earlier rows of the same source."""
+        """Return the source index of each position, and the number of earlier positions with the same source."""
         periods, within = np.divmod(np.asarray(positions, dtype=np.int64), self.period)
         source = self._source[within]
         return source, periods * self.weights[source] + self._ordinal[within]
 
     def find(self, source: int, ordinal: int) -> int:
-        """Return the position of a row of a source: the inverse of `at`."""
+        """Return the position of row number `ordinal` of a source; this method is the inverse of `at`."""
         periods, within = divmod(ordinal, int(self.weights[source]))
         return periods * self.period + int(self._positions[source][within])
 
     def counts(self, stop: int) -> Index:
-        """Return the number of rows of each source before this position."""
+        """Return the number of rows from each source before position `stop`."""
         periods, within = divmod(stop, self.period)
         in_period = [np.searchsorted(positions, within) for positions in self._positions]
         return periods * self.weights + np.array(in_period, dtype=np.int64)
 
 
 class LongMixSchedule:
-    """Maps positions to sources by integer weights, like `MixSchedule`, but with a period of up to `MOST_ROWS`.
+    """Like `MixSchedule`, but for integer weights with a sum of up to `MOST_ROWS`.
 
     A period is divided into blocks of nearly equal size. The rows of each source are spread evenly over the blocks, and
-    each block has its own schedule. Up to any position, each source is within two rows of its share.
+    each block has its own `MixSchedule`. Before any position, the number of rows from each source differs by at most
+    two rows from the exact proportion.
 
     >>> from chatmill.load.mix import LongMixSchedule
     >>> LongMixSchedule([100_003, 50_000]).counts(150_003).tolist()
@@ -181,7 +184,7 @@ class LongMixSchedule:
         self._schedule = lru_cache(maxsize=16)(lambda rows: MixSchedule([count for count in rows if count]))
 
     def at(self, positions: ArrayLike) -> tuple[Index, Index]:
-        """Return the source of each position, and the number of earlier rows of the same source."""
+        """Return the source index of each position, and the number of earlier positions with the same source."""
         periods, within = np.divmod(np.asarray(positions, dtype=np.int64), self.period)
         block = self._block(within)
         source, ordinal = np.empty_like(within), np.empty_like(within)
@@ -194,7 +197,7 @@ class LongMixSchedule:
         return source, periods * self.weights[source] + ordinal
 
     def find(self, source: int, ordinal: int) -> int:
-        """Return the position of a row of a source: the inverse of `at`."""
+        """Return the position of row number `ordinal` of a source; this method is the inverse of `at`."""
         periods, within = divmod(ordinal, int(self.weights[source]))
         number = ((within + 1) * self._blocks - 1) // int(self.weights[source])
         names, before, schedule = self._part(number)
@@ -202,7 +205,7 @@ class LongMixSchedule:
         return periods * self.period + int(before.sum()) + in_block
 
     def counts(self, stop: int) -> Index:
-        """Return the number of rows of each source before this position."""
+        """Return the number of rows from each source before position `stop`."""
         periods, within = divmod(stop, self.period)
         names, before, schedule = self._part(int(self._block(np.array([within]))[0]))
         counts = before.copy()
@@ -250,10 +253,12 @@ def _sources(weights: Index) -> Index:
 
 
 class MixedOrder(Order):
-    """An infinite order over several sources: a schedule selects a source, and the source's order selects the episode.
+    """An infinite order that mixes several sources: for each position, a schedule selects a source, and the order of
+    that source selects an episode.
 
-    Episodes are numbered over all sources. A source that reaches the end of its epoch starts its next epoch. For a
-    source in `random` order, the episode depends on the position in the mix, not on the position in the source.
+    Episodes are numbered consecutively across all sources. When all episodes of a source have been used, the source
+    starts its next epoch. For a source in `random` order, the episode depends on the position in the mix, not on the
+    position in the source.
     """
 
     length = None
@@ -278,22 +283,22 @@ class MixedOrder(Order):
         self.name = f"{'mix-long/1' if is_long else 'mix/1'}({', '.join(parts)})"
 
     def source_of(self, episodes: ArrayLike) -> Index:
-        """Return the index in `sources` of each episode's source."""
+        """Return, for each episode, the index of its source in `sources`."""
         return np.searchsorted(self._first, np.asarray(episodes, dtype=np.int64), side="right") - 1
 
     @property
     def num_rows(self) -> dict[str, int]:
-        """The number of distinct rows of each source."""
+        """Maps each source to its number of episodes."""
         return dict(zip(self.sources, np.diff(self._first).tolist(), strict=True))
 
     @property
     def shares(self) -> dict[str, Fraction]:
-        """Maps each source to its share of the rows."""
+        """Maps each source to its fraction of the rows in the mix."""
         weights = zip(self.sources, self.schedule.weights.tolist(), strict=True)
         return {name: Fraction(weight, self.schedule.period) for name, weight in weights}
 
     def passes(self, stop: int) -> dict[str, float]:
-        """Return the number of passes over each source in the positions before `stop`."""
+        """Return how many epochs of each source precede position `stop`, including fractions of an epoch."""
         counts = self.schedule.counts(stop) / np.diff(self._first)
         return dict(zip(self.sources, counts.tolist(), strict=True))
 
@@ -311,7 +316,7 @@ class MixedOrder(Order):
         return episodes
 
     def find(self, epoch: int, episode: int) -> int:
-        """Return the position of an episode in the given epoch of its source."""
+        """Return the position in the mix at which an episode occurs during epoch `epoch` of its source."""
         check_numbers("episode", episode, self.num_episodes)
         number = int(self.source_of([episode])[0])
         order = self._orders[number]
@@ -320,7 +325,7 @@ class MixedOrder(Order):
 
 
 def _at_ordinals(order: Order, ordinals: Index, positions: Index) -> Index:
-    """Return the episodes of one source at the given row numbers, which may span several epochs of the source."""
+    """Return the episodes of a source for the given row numbers within the source, which can span several epochs."""
     if order.length is None:
         return order.at(0, positions)
     epochs, within = np.divmod(ordinals, order.length)

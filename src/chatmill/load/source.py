@@ -58,7 +58,9 @@ class DataSource:
 
     @cached_property
     def sha256(self) -> str:
-        """The hash of the dataset or, if another program wrote it, a hash of file sizes and samples."""
+        """The hash of the dataset or, if another program wrote it, a hash of the names, sizes and sampled bytes of its
+        files.
+        """
         return self.dataset.sha256 or _fingerprint(self.dataset)
 
     @property
@@ -98,7 +100,7 @@ class DataSource:
         return all(MASK in shard.records for name in self.dataset.splits for shard in self.dataset[name].shards)
 
     def short(self, split: str, least: int) -> Index:
-        """Return the episodes with fewer than `least` tokens, in ascending order."""
+        """Return the indices of the episodes with fewer than `least` tokens, in ascending order."""
         episodes, metadata = self.dataset[split], self.dataset.metadata
         numbers = [np.empty(0, dtype=np.int64)]
         first = 0
@@ -126,7 +128,7 @@ class DataSource:
         return np.unique(np.concatenate(weights))
 
     def longest(self, split: str) -> int | None:
-        """Return the length of the longest episode in tokens, or None without metadata."""
+        """Return the number of tokens in the longest episode, or None if the dataset has no metadata."""
         metadata = self.dataset.metadata
         return None if metadata is None else max((shard.longest for shard in metadata.splits[split].shards), default=0)
 
@@ -150,8 +152,8 @@ class EpisodeSegment(NamedTuple):
 def conversation(sources: Sequence[DataSource], split: str, episode: int, segment: int) -> EpisodeSegment | None:
     """Return a segment of an episode, or None if the episode does not exist; segment -1 is the last.
 
-    Episodes are numbered over all sources. `segment` is taken modulo the number of segments in the episode, because a
-    row may contain an episode twice.
+    Episodes are numbered consecutively across all sources. `segment` is taken modulo the number of nonempty segments in
+    the episode, because a row of a batch can contain the same episode twice.
     """
     for source in sources:
         episodes = source.episodes(split)
@@ -168,12 +170,12 @@ def conversation(sources: Sequence[DataSource], split: str, episode: int, segmen
 def open_sources(
     dataset_dir: str | Place, config: LoadConfig, *, stored_mix: bool = True
 ) -> tuple[tuple[DataSource, ...], LoadConfig]:
-    """Open the sources of a run, and add their mix and padding token to its config.
+    """Open the sources of a run; return them, and the config completed with the mix and the padding token.
 
-    `dataset_dir` is a dataset, the cache of one source, or a folder that contains the sources of `mix_sft` or
-    `mix_epochs`. In a dataset of several sources, `mix_sft` or `mix_epochs` selects some of the sources. Without either
-    setting, the dataset is mixed as its recipe specifies. If the recipe has no mix or `stored_mix` is false, the
-    dataset is read as one source. Sources are sorted by name.
+    `dataset_dir` is a dataset, the cache of one source, or a folder with a dataset or cache for each source in
+    `mix_sft` or `mix_epochs`. If a dataset has several sources, `mix_sft` or `mix_epochs` selects the sources to use.
+    Without `mix_sft` and `mix_epochs`, the dataset is mixed as its recipe specifies. If the recipe has no mix or
+    `stored_mix` is false, the dataset is read as one source. Sources are sorted by name.
     """
     folder = place(dataset_dir)
     if isinstance(folder, Url):
@@ -288,7 +290,7 @@ def _is_source(folder: Path) -> bool:
 
 
 def _faults(sources: tuple[DataSource, ...], config: LoadConfig) -> Iterator[str]:
-    """Yield conflicts between the config and the sources, or between sources."""
+    """Yield an error message for each conflict between the config and a source, or between two sources."""
     for source in sources:
         if config.reads_blocks and (fault := block_fault(source.dataset, config.block_size)):
             yield fault
@@ -321,7 +323,7 @@ def _faults(sources: tuple[DataSource, ...], config: LoadConfig) -> Iterator[str
 
 
 def _fingerprint(dataset: Dataset) -> str:
-    """Hash the name, the size and some bytes of every file."""
+    """Return a hash of the name, the size and sampled bytes of every file in a dataset."""
     digest = hashlib.sha256()
     for split in dataset.splits:
         episodes = dataset[split]

@@ -52,7 +52,7 @@ class Excluded:
             raise DataError(f"{path}: names {one_line(unknown[0], 200)}, which is not an input file; expected {known}")
 
     def flags(self, staged: Sequence[StagedFile]) -> list[NDArray[np.bool_]]:
-        """For each staged file, return which rows belong to excluded records."""
+        """Return, for each staged file, a boolean array that marks the rows of records on excluded lines."""
         nothing = np.empty(0, dtype=np.int64)
         return [np.isin(file.head().origins["line"], self.lines.get(file.file.path, nothing)) for file in staged]
 

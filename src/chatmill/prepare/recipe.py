@@ -42,9 +42,9 @@ _GLOB = re.compile(r"[*?\[]")
 
 
 def load_recipe(path: str | Path) -> Job:
-    """Load the job of a recipe from a file or URL; all errors in the file are reported together in one line.
+    """Load a recipe from a file or URL and return its job; all errors in the recipe are reported together in one line.
 
-    Relative paths are resolved from the current folder, not from the folder of the recipe.
+    Relative paths are relative to the current folder, not to the folder of the recipe.
     """
     name = str(place(path))
     data = _read(local_file(path, limit=LIMIT), name)
@@ -65,14 +65,14 @@ def load_recipe(path: str | Path) -> Job:
 
 
 def _without_flags(text: str) -> str:
-    """Replace flags in a message with recipe keys."""
+    """Replace command-line flags in an error message with the corresponding recipe keys."""
     return re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda flag: flag[1].replace("-", "_"), text).replace(
         "val_file", "only_val"
     )
 
 
 def named(sources: Sequence[InputSource], faults: list[str]) -> list[InputSource]:
-    """Name each unnamed source after its first input; add a fault if the input does not yield a name."""
+    """Name each unnamed source after its first input; add an error to `faults` if the input has no usable name."""
     for number, source in enumerate(sources):
         if source.name is None and not _input_name(source.inputs[0]):
             faults.append(f'source {number} ("{one_line(source.inputs[0])}") has no name; give it a `name`')
@@ -80,7 +80,8 @@ def named(sources: Sequence[InputSource], faults: list[str]) -> list[InputSource
 
 
 def _input_name(text: str) -> str:
-    """Return a name for a file, a folder or a glob: its last part without suffixes or wildcards; may be empty.
+    """Return a source name for a file, folder or glob: its last path component without wildcards, with file suffixes
+    removed, or an empty string.
 
     `data/chat.jsonl.gz` -> `chat`, `data/chat` -> `chat`, `data/chat/*.jsonl` -> `chat`, `*.jsonl` -> ``
     """
@@ -163,7 +164,7 @@ def _add_fault(check: Any, value: str, where: str, faults: list[str]) -> None:
 
 
 def _columns_text(table: dict[Any, Any], where: str, faults: list[str]) -> str | None:
-    """Convert the table of columns to the syntax of `--columns`; a role may have a list of names."""
+    """Convert the table of columns to the syntax of `--columns`; the value of a role can be a list of names."""
     pairs = []
     for ours, theirs in table.items():
         for each in theirs if isinstance(theirs, list) else [theirs]:

@@ -29,7 +29,7 @@ LONGEST = 1 << 20
 
 
 def note_keys(ledger: Ledger, records: Iterable[Record]) -> None:
-    """Note unread keys and record weights in the ledger."""
+    """Count unread keys, and records with a weight other than 1, in the ledger."""
     for record in records:
         for name in record.unread_keys:
             ledger.add("noted", UNREAD_KEY + name, rows=1)
@@ -38,7 +38,9 @@ def note_keys(ledger: Ledger, records: Iterable[Record]) -> None:
 
 
 def rejects_path(output: Place | None) -> Path:
-    """Return the default path: NAME.rejects.jsonl next to the output, or in the current folder for a URL."""
+    """Return the default path of the rejects file: NAME.rejects.jsonl next to the output, or in the current folder if
+    the output is a URL.
+    """
     if isinstance(output, Url):
         return Path(f"{output.name}.rejects.jsonl")
     if output is not None and output.name in ("", ".."):
@@ -47,13 +49,14 @@ def rejects_path(output: Place | None) -> Path:
 
 
 class Rejects:
-    """Writes a JSONL file of rejected records, and counts them by kind. To reject a record, call the object with the
-    record's error.
+    """Writes a JSONL file of rejected records, and counts them by kind. To reject a record, call the `Rejects` object
+    with the `RecordError` of the record.
 
     Each line has file, line, id, kind, reason (the error message) and the beginning of the record. The rejects file is
     written when the `with` block exits, even if no record was rejected. If the block raises an error, the rejects file
-    is written only if the input caused the error. The rejects file must be neither a file that the command `reads` nor
-    inside its `output`. An earlier rejects file is replaced only with `overwrite`; other files are never replaced.
+    is written only if the input caused the error. The rejects file must not be one of the files in `reads`, and must
+    not be inside the folder `output`. An earlier rejects file is replaced only with `overwrite`; other files are never
+    replaced.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ def _other_file(path: Place) -> DataError:
 
 
 def _is_reject(line: bytes) -> bool:
-    """Whether a file is empty, or its first line was written by `Rejects`."""
+    """Whether a line is empty or was written by `Rejects`."""
     try:
         return not line or tuple(json.loads(line)) == KEYS
     except (ValueError, TypeError, RecursionError):
@@ -145,8 +148,8 @@ def _is_reject(line: bytes) -> bool:
 
 
 class CountedRecords:
-    """Iterates over the records of inputs and counts them in a ledger. When used as a context manager, writes the
-    rejects file.
+    """Iterates over the records of the input files and counts them in a ledger. When used as a context manager, writes
+    the rejects file.
     """
 
     def __init__(
@@ -161,7 +164,7 @@ class CountedRecords:
         output: Path | None = None,
         overwrite: bool = False,
     ) -> None:
-        """`reads` are files that the command reads besides its inputs, and `output` is its output; see `Rejects`."""
+        """`reads` lists files that the command reads in addition to its inputs; for `output`, see `Rejects`."""
         self._inputs, self._shape, self._options, self.ledger = inputs, shape, options or ShapeOptions(), Ledger()
         self.rejects, self._on_error = None, on_error
         if on_error == "skip":

@@ -42,7 +42,7 @@ def table_rows(path: Place, *, start: int = 0, stop: int | None = None, log: Rea
     """Yield the rows of a table as JSON objects, numbered from 1.
 
     From a Parquet file, only the row groups that start in bytes [start, stop) are read. NaN becomes null. Binary values
-    become `BYTES`, so that the parser rejects records with images.
+    are replaced by the marker `BYTES`, so that the parser rejects records with images.
     """
     pyarrow = _pyarrow(path)
     number = 0

@@ -25,7 +25,7 @@ _kept: dict[int, Any] = {}
 
 
 def shown(url: Url) -> str:
-    """Return a URL that is safe to print on one line."""
+    """Return a URL as text that is safe to print on one line."""
     return one_line(str(url), 1000)
 
 

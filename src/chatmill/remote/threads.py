@@ -1,6 +1,6 @@
 """Reusable threads for requests: storage libraries create a client for each new thread, which is slow.
 
-A forked process starts its own threads.
+A forked child process starts its own request threads.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _NAME = "chatmill-requests"
 def submit(task: Callable[[], T]) -> Future[T]:
     """Run a task in a request thread.
 
-    A task that a request thread submits runs immediately in that thread. If such tasks were queued, all threads could
-    wait for tasks in the queue, with no thread left to run them.
+    A task that a request thread submits runs immediately in that thread. If nested tasks were queued, all request
+    threads could wait for queued tasks that no thread is free to run.
     """
     global _started, _waiting
     future: Future[T] = Future()

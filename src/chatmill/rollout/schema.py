@@ -38,7 +38,9 @@ NO_TEXT = TextPart("", STRUCTURE)
 
 
 class EntryText(NamedTuple):
-    """The text of an entry: a head, the coordinates with separators, and a tail."""
+    """The text of one entry of an answer: the text before the coordinates, the coordinates with their separators, and
+    the text after the coordinates.
+    """
 
     head: tuple[TextPart, ...]
     coordinates: Sequence[int] = ()
@@ -48,7 +50,7 @@ class EntryText(NamedTuple):
 
 
 class UnfitError(Exception):
-    """Raised if an entry does not fit the schema; such entries are counted by `reason`."""
+    """Raised if an entry of an answer does not fit the schema; invalid entries are counted by `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -65,10 +67,10 @@ class Schema(Protocol):
         """Convert the parsed JSON of an entry to an object; raise `UnfitError` if the entry does not fit the schema."""
 
     def check(self, thing: Mapping[str, Any]) -> Object:
-        """Convert a true object to the form that `read` returns; raise `DataError` if the object is invalid."""
+        """Convert an object of the ground truth to the form that `read` returns; raise `DataError` if it is invalid."""
 
     def write(self, thing: Object) -> EntryText:
-        """Return the text of an entry for an object."""
+        """Return the text of the entry that describes an object."""
 
     def match(self, predicted: Sequence[Object], truth: Sequence[Object]) -> Matching: ...
 
@@ -101,7 +103,9 @@ def read_body(body: bytes, schema: Schema) -> Object:
 
 @dataclass(frozen=True)
 class Detection:
-    """A schema for objects with a description and a box or polygon. Objects are matched by overlap."""
+    """A schema for objects with a description and a box or polygon. Predicted objects are matched to true objects by
+    their overlap (IoU).
+    """
 
     gate: float = GATE
     """Minimum overlap (IoU) of a matched pair."""
@@ -131,7 +135,7 @@ class Detection:
         return {"desc": desc, "bbox_2d": _box(body["bbox_2d"], places)}
 
     def check(self, thing: Mapping[str, Any]) -> Object:
-        """Check a true object, whose coordinates may be numbers or tokens."""
+        """Check an object of the ground truth, whose coordinates can be integers or coordinate tokens."""
         if type(thing) is dict and len(thing) == len(BOX_KEYS) and thing.keys() == BOX_KEYS:
             desc, box = thing["desc"], thing["bbox_2d"]
             if type(desc) is str and type(box) is list and len(box) == 4 and desc.strip():

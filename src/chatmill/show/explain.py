@@ -57,7 +57,9 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """All known facts about a token. `text` and `target_text` are escaped; `file` and `source` are not."""
+    """The properties of a token that `explain_token` reports. `text` and `target_text` are escaped; `file` and `source`
+    are not.
+    """
 
     split: str
     episode: int

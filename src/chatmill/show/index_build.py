@@ -1,4 +1,4 @@
-"""Build the indexes of a dataset in a thread, and cache them on disk; `index` describes the files."""
+"""Build the search indexes of a dataset in a thread, and cache them on disk; the module `index` describes the files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHUNK = 1 << 20
 
 
 class IndexBuilder:
-    """Builds the indexes of a dataset in a thread, or opens cached indexes."""
+    """Builds the search indexes of a dataset in a thread, or opens cached indexes."""
 
     def __init__(self, view: DatasetView, cache: Path) -> None:
         self._view, self._cache = view, cache
@@ -94,7 +94,9 @@ class IndexBuilder:
                 shutil.rmtree(building, ignore_errors=True)
 
     def _build(self, episodes: Episodes, index: SplitIndex, folder: Path) -> bool:
-        """Index the columns of all episodes, then their text, which takes longer; return False if stopped."""
+        """Build the column index of all episodes, then the text index, which takes longer; return False if the thread
+        is stopped.
+        """
         index.columns = np.lib.format.open_memmap(folder / "columns.npy", "w+", COLUMNS, (index.count,))
         numbers = {name: number for number, name in enumerate(sources_of(episodes))}
         source_bits = np.array([*(source_bit(numbers[file.source]) for file in episodes.files), 0], dtype=np.uint64)
@@ -166,9 +168,9 @@ def _gram_bits(text: bytes, blocks: int) -> NDArray[np.uint8]:
 
 
 def columns_of(rows: Rows, source_bits: NDArray[np.uint64]) -> NDArray[Any]:
-    """Return the columns of each row.
+    """Return the number of tokens and trained tokens of each row, and bit sets of its sources, rules and roles.
 
-    `source_bits` has an entry for each file, and a last entry for rows without a file.
+    `source_bits` contains the source bit of each file and, as its last entry, the value for rows without a file.
     """
     spans, first = rows.spans, rows.first_span[rows.first_segment]
     trained = offsets(np.where(spans["weight"] > 0, spans["length"], 0).astype(np.int64))
@@ -183,7 +185,7 @@ def columns_of(rows: Rows, source_bits: NDArray[np.uint64]) -> NDArray[Any]:
 
 
 def _united(bits: NDArray[Any], first: Index) -> NDArray[Any]:
-    """Return the union of the bit sets in each range."""
+    """Return the bitwise OR of `bits` over each range [first[i], first[i + 1])."""
     united = np.zeros(len(first) - 1, dtype=bits.dtype)
     full = first[1:] > first[:-1]
     if full.any():

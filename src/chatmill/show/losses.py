@@ -69,7 +69,7 @@ def _sources(view: DatasetView, data: dict[str, Any]) -> tuple[DataSource, ...] 
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any], tuple[NDArray[Any], ...]]]:
-    """Yield the step, the data and the columns of each complete line."""
+    """Yield the step, the dataset description, and the arrays of episodes, losses and weights of each complete line."""
     try:
         with open_plain(path) as file:
             for number, raw in enumerate(file, 1):

@@ -1,7 +1,7 @@
 """Open datasets, and read their metadata and the episodes of their splits.
 
 The time needed to open a dataset depends on the number of shards, not on the number of episodes. This module requires
-only numpy, so that a training image can read datasets prepared elsewhere.
+only numpy, so that a container image for training can read datasets that were prepared elsewhere.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def is_dataset(path: str | Place) -> bool:
 
 
 def stored_metadata(folder: OpenFolder) -> Metadata | None:
-    """Return the metadata, or None if another program wrote the dataset; raise `DataError` if it cannot be read."""
+    """Return the metadata, or None if another program wrote the dataset; raise `DataError` if the metadata cannot be
+    read.
+    """
     path, trace = folder.path / METADATA, foreign.trace_of_chatmill(folder)
     if folder.status(path) is not None:
         if trace is not None or is_chatmill_metadata(read_hashed(path, "dataset", folder.read)):
@@ -202,7 +204,7 @@ class Dataset:
         return Dataset(self.stored, replace(self.metadata, splits=splits), episodes, whole=self)
 
     def foreign_end_token(self) -> int | None:
-        """The id of the end token in another program's tokenizer files, or None if it was not found."""
+        """Return the id of the end token according to another program's tokenizer files, or None if it is not found."""
         states = [self._json(TOKENIZER_STATE)]
         if (id := end_token(states)) is not None:
             return id
@@ -210,7 +212,7 @@ class Dataset:
         return end_token(states, [self._json(name) for name in VOCABULARY_FILES])
 
     def _json(self, name: str) -> Any:
-        """Return the content of another program's JSON file, or None if the file is missing or not JSON."""
+        """Return the value of a JSON file in the dataset folder, or None if the file is missing or is not JSON."""
         if (path := self.path / name) not in self.stored:
             return None
         data = self.stored.read(path)

@@ -3,8 +3,8 @@
     URL/dataset_metadata.json    the same bytes as the local file
     URL/objects/SHA256           every other file, named by its hash
 
-The metadata records the size and hash of every file; other objects are ignored. A dataset whose plain files were copied
-to a bucket (URL/train/shard_00000/tokens.bin) can also be read.
+The metadata records the size and hash of every file; objects that the metadata does not list are ignored. A dataset
+whose plain files were copied to a bucket (URL/train/shard_00000/tokens.bin) can also be read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ATTEMPTS = 10
 
 
 class Fetch(Protocol):
-    """Function that downloads an object and returns the local file; see `cache.fetch`."""
+    """A function that downloads an object and returns the path of the local file; see `cache.fetch`."""
 
     def __call__(self, url: Url, *, size: int, sha256: str) -> Path: ...
 
@@ -59,14 +59,16 @@ class RemoteFiles:
         return iter(self._files)
 
     def object_of(self, path: Place) -> tuple[Url, FileInfo]:
-        """Return the object that contains a file, and its size and hash; raise `DataError` for an unknown file."""
+        """Return the URL of the object that contains a file, and the file's size and hash; raise `DataError` if the
+        dataset does not list the file.
+        """
         if path not in self._files or not isinstance(path, Url):
             raise DataError(f"{path}: did not exist when the dataset was opened")
         info = self._files[path]
         return (object_url(self.path, info.sha256) if self._by_hash else path), info
 
     def map(self, path: Place) -> MappedFile:
-        """Map a file; raise `DataError` if the object is missing or has the wrong size or hash."""
+        """Memory-map a file; raise `DataError` if its object is missing or has the wrong size or hash."""
         return self._cached(path, lambda fd, cached: MappedFile(fd, path, cached))
 
     def read(self, path: Place) -> bytes:
@@ -126,7 +128,9 @@ def remote_metadata_text(url: Url) -> bytes:
 
 
 def remote_files(url: Url, metadata: Metadata) -> RemoteFiles:
-    """Return the files of a dataset at a URL, in either layout; raise `DataError` if there are none."""
+    """Return the files of a dataset at a URL, stored by hash or by file name; raise `DataError` if the tokenizer state
+    is missing or was changed.
+    """
     files: dict[Place, FileInfo] = {url / name: info for name, info in listed_files(metadata)}
     state = metadata.tokenizer_state
     places = {True: object_url(url, state.sha256), False: url / TOKENIZER_STATE}

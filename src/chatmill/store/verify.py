@@ -45,7 +45,7 @@ class SplitCounts:
 
 @dataclass(frozen=True)
 class Verified:
-    """The counts and faults of a dataset or cache; an intact dataset has no faults."""
+    """The result of verifying a dataset or cache: its faults, and the counts of each split."""
 
     faults: tuple[str, ...]
     splits: dict[str, SplitCounts]
@@ -153,7 +153,7 @@ def _ledger_faults(place: Place, metadata: Metadata) -> Iterator[str]:
 
 
 def ledger_faults(folder: Place, ledger: Ledger, stored: dict[str, int]) -> Iterator[str]:
-    """Yield faults if a ledger does not balance or differs from the shards."""
+    """Yield a fault if the ledger does not balance, and one for each total in `stored` that differs from the ledger."""
     try:
         ledger.check()
     except ChatmillError as error:
@@ -169,7 +169,7 @@ def ledger_faults(folder: Place, ledger: Ledger, stored: dict[str, int]) -> Iter
 def _check_foreign(episodes: Episodes, number: int) -> tuple[int, int, int]:
     """Check another program's shard; count trained tokens, and tokens that belong to no episode or to several episodes.
 
-    Episodes may overlap, be in any order and leave gaps, because each episode has its own index entry.
+    Episodes can overlap, leave gaps and be in any order, because the index stores the start and length of each episode.
     """
     shard, index = episodes.shards[number], episodes.array(number, INDEX)
     size, room = shard.num_tokens, np.uint64(shard.num_tokens)
@@ -200,7 +200,9 @@ def _check_foreign(episodes: Episodes, number: int) -> tuple[int, int, int]:
 
 
 class _ShardCheck:
-    """Checks one shard, several episodes at a time, and stops at the first fault, which often causes later faults."""
+    """Checks one shard, several episodes at a time, and stops at the first fault, because one fault often causes
+    others.
+    """
 
     def __init__(self, episodes: Episodes, number: int, info: ShardInfo, metadata: Metadata, *, full: bool) -> None:
         self._shard = episodes.shards[number]

@@ -2,7 +2,7 @@
 
 `open_tokenizer` opens a `Tokenizer`, which is a vocabulary with the control tokens of a format. `MissingTokensError` is
 raised if the vocabulary lacks control tokens of the format. `TextTokenizer` is the tokenizer protocol that the public
-API accepts. `TextColumns` contains many texts in one buffer. `train_bpe` trains a byte-level BPE tokenizer.
+API accepts. `TextColumns` stores many texts in one byte buffer. `train_bpe` trains a byte-level BPE tokenizer.
 """
 
 from chatmill.tokenizer.backend import TextColumns, TextTokenizer

@@ -1,7 +1,7 @@
 """A byte-level BPE engine in C, for the split patterns in `split_pattern`.
 
 A fallback engine encodes texts with a very long word, a rare character or an added token. The C engine is not used if
-it was not compiled or does not support the file.
+it was not compiled or does not support the `tokenizer.json` file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_MERGES = 2**22
 
 
 class ByteBpe:
-    """The engine for one `tokenizer.json` without control tokens.
+    """The C engine for one `tokenizer.json` without control tokens.
 
     `fallback` encodes the texts that the engine skips.
     """
@@ -50,7 +50,7 @@ class ByteBpe:
         return with_left(encoded, texts, self._normalized)
 
     def pieces(self, ids: Sequence[int]) -> list[bytes] | None:
-        """Return the bytes of each id, or None if an id is not a byte-level token."""
+        """Return the bytes of each token id, or None if an id does not belong to a byte-level token."""
         numbers, places, vocabulary = self._spelling
         at = numbers.searchsorted(ids)
         if not np.array_equal(numbers.take(at, mode="clip"), ids):
@@ -58,7 +58,7 @@ class ByteBpe:
         return [bytes(vocabulary[start:stop]) for start, stop in places[at].tolist()]
 
     def byte_lengths(self) -> tuple[Ids, NDArray[np.int64]]:
-        """Return all ids and the lengths of their tokens in bytes."""
+        """Return all token ids, and the length of each token in bytes."""
         return np.frombuffer(self.columns["numbers"], "u4"), np.diff(np.frombuffer(self.columns["places"], "i8"))
 
     @cached_property
@@ -145,8 +145,8 @@ def engine_file() -> Path | None:
 def _added(tokens: Iterable[str]) -> bytes:
     """Return the added tokens for the C encoder, each as one length byte and up to 255 bytes of the token.
 
-    Tokens with a character above KNOWN, such as aliases, are omitted, because the C encoder skips texts with such a
-    character.
+    Tokens with a code point of `KNOWN` or above are omitted, because the C encoder skips texts that contain these
+    characters.
     """
     written = [token.encode()[:255] for token in tokens if max(map(ord, token)) < KNOWN]
     return b"".join(bytes([len(token)]) + token for token in written)

@@ -21,7 +21,7 @@ PEFT_LAYERS = ("Linear", "Linear4bit")
 
 
 def use_adapted_linear(module: nn.Module) -> None:
-    """Replace the forward pass of a peft layer if it has a single plain adapter."""
+    """Replace the forward pass of a peft layer that has exactly one standard LoRA adapter."""
     peft_class: Any = type(module)
     adapters = getattr(module, "lora_A", {})
     if peft_class.__name__ not in PEFT_LAYERS or len(adapters) != 1 or module.lora_variant:

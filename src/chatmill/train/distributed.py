@@ -182,8 +182,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the range of a tensor's rows on this rank. All shards have the same size, but the shards of the last ranks
-    may be smaller or empty.
+    """Return the range of a tensor's rows on this rank. All shards have the same number of rows, except that the shards
+    of the last ranks can be smaller or empty.
     """
     if not is_sharded(tensor):
         return 0, len(tensor) if tensor.ndim else 1

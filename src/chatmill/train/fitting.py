@@ -44,7 +44,7 @@ class DoesNotFitError(ChatmillError):
 
 @dataclass(frozen=True)
 class Change:
-    """A change to a run, and the memory estimate after the change."""
+    """A change to the config of a run or to its number of ranks, and the memory estimate after the change."""
 
     keys: Mapping[str, Any]
     ranks: int
@@ -143,7 +143,7 @@ class Fit:
 
 
 def fit_run(estimator: Estimator, config: TrainConfig, *, ranks: int, available: float | None) -> Fit:
-    """Estimate a run; if it does not fit, find changes that would make it fit, cheapest first."""
+    """Estimate the memory of a run; if the run does not fit, find changes that would make it fit, cheapest first."""
     fit = Fit(estimator(config, ranks=ranks), available)
     if fit.fits is not False:
         return fit

@@ -1,7 +1,7 @@
 """FlashAttention 4 over a joint QKV projection, as one autograd function.
 
-The parts of the gradients of keys and values, which `flash_backward` returns, go directly into the kernel that writes
-the gradient of the projection, so their sums are never stored.
+`flash_backward` returns partial gradients of keys and values. The kernel that computes the gradient of the projection
+adds them up, so their sum is never stored as a separate tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def flash_heads(
     eps: float,
     bounds: Bounds,
 ) -> Tensor:
-    """Return the attention (rows, length, heads, size) of the heads that `split_heads` would return."""
+    """Return the attention output, of shape (rows, length, heads, size), for the projected queries, keys and values in
+    `qkv`.
+    """
     return _FlashHeads.apply(qkv, *(weights or (None, None)), cos, sin, heads, eps, *bounds)
 
 

@@ -1,7 +1,8 @@
 """Wrap any Hugging Face causal model as a `CausalModel`.
 
-transformers builds its attention masks from position ids that restart with each conversation. Opening a model tests
-whether the architecture really separates conversations, and whether its logits are computed by its head alone.
+transformers builds its attention masks from position ids that restart with each conversation. When a model is opened,
+chatmill tests whether the architecture really separates packed conversations, and whether the output head alone
+computes the logits from the last hidden states.
 """
 
 from __future__ import annotations
@@ -260,7 +261,9 @@ class HFModel(CausalModel):
             )
 
     def _check_architecture(self) -> bool:
-        """Return whether the architecture separates packed conversations; raise `DataError` for unsupported heads."""
+        """Return whether the architecture separates packed conversations; raise `DataError` if the output head is not
+        supported.
+        """
         with eval_mode(self.lm), torch.no_grad():
             if self.compute in (None, torch.float32):
                 try:

@@ -93,8 +93,8 @@ class SavedInput:
     """A block input in a host buffer. The device also has a copy until `drop` is called, and between `fetch` and
     `take`.
 
-    Device memory is allocated and freed on the compute stream. This stream waits for a copy before it reads or frees
-    the tensor, so the memory of a running copy is never reused.
+    Device memory is allocated and freed on the compute stream. The compute stream waits until a copy is finished before
+    it reads or frees the tensor, so memory is never reused while it is being copied.
     """
 
     previous: Callable[[], SavedInput | None]

@@ -5,8 +5,8 @@
     model-00003-of-00003.safetensors     all ranks send their rows of a tensor to the rank that writes it
     model.safetensors.index.json
 
-In each round, every rank receives one whole tensor from all ranks and then writes it. A small model is written as a
-single file, model.safetensors.
+In each round, every rank receives the rows of one tensor from the other ranks and then writes the whole tensor. A small
+model is written as a single file, model.safetensors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def save_in_shards(
     """Write a model into an existing folder; return the files that this rank wrote, with sizes and hashes. All ranks
     must call this function.
 
-    Return None without writing weights if `model.save_parts` is not supported. The written files are not synced to
+    Return None without writing weights if the model does not support `save_parts`. The written files are not synced to
     disk.
     """
     state = model.state_dict(keep_vars=True)
@@ -124,7 +124,9 @@ def _assign(parts: Sequence[SavedPart], like: Mapping[str, Tensor]) -> list[Weig
 def _exchange(
     queues: Sequence[Sequence[SavedPart]], state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], world: World
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the full weights that this rank writes, one group at a time. Each rank sends its rows of every weight."""
+    """Yield the full weights that this rank writes, one group at a time. Every rank sends its rows of each weight to
+    the rank that writes the weight.
+    """
     for turns in zip_longest(*queues):
         mine: dict[str, Tensor] = {}
         for owner, part in enumerate(turns):

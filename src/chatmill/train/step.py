@@ -182,7 +182,7 @@ class Stepper:
     def step(
         self, parts: Sequence[MicroBatch], *, weight: float, lr: float, key: Sequence[int] = (0,), rows: bool = False
     ) -> Pending:
-        """Take one optimizer step; `weight` is the total weight of the global batch.
+        """Take one optimizer step; `weight` is the sum of the token weights in the global batch.
 
         `key` seeds stochastic rounding. The key consists of the run's seed and the step, and must be the same on all
         ranks.
@@ -203,7 +203,9 @@ class Stepper:
     def gradients(
         self, parts: Sequence[MicroBatch], *, weight: float, rows: bool = False
     ) -> tuple[Tensor, RowSums | None]:
-        """Compute the gradients of the global batch; return the mean loss, and the loss sums of each conversation."""
+        """Compute the gradients for the global batch; return the mean loss and, if `rows` is true, the loss sums of
+        each conversation.
+        """
         # Multiply the loss by the world size, because gradients are averaged over ranks but should be summed.
         scale = self.world.size / weight if weight else 0.0
         total: Any = 0.0

@@ -84,6 +84,6 @@ def panics_not_caught() -> None:
 
 
 def fastokens_believed() -> None:
-    """Use fastokens for every text, without comparing its ids on the probe texts."""
+    """Use fastokens for every text, without checking its token ids for the probe texts."""
     tokenizer_json.LEFT_BY_FASTOKENS = ""
     tokenizer_json.TokenizerJson._agrees = lambda self, engine: True

@@ -1,4 +1,6 @@
-"""Apply `train_ranges` with a chat template: map the characters of the content to the rendering and then to tokens."""
+"""Apply `train_ranges` with a chat template: map characters of the message content to the rendered text, and then to
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ LEAVE_OUT = "remove train_ranges, or use a template that renders the content unc
 
 
 def rendered_weights(record: Record, derived: DerivedAnswers) -> CharWeights | None:
-    """Return the weight of each character of the rendering, or None if no answer has ranges.
+    """Return the weight of each character of the rendered text, or None if no answer has `train_ranges`.
 
     Raise `RecordError` if the template changes or drops a character in a range. Only whitespace at the start and end of
     the content may be dropped.
@@ -66,7 +68,9 @@ def _lost(content: str, missing: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> 
 def section_weights(
     weights: CharWeights, layout: TokenLayout, slots: Sequence[str], ids: Ids, encoder: ControlEncoder
 ) -> TokenWeights | None:
-    """Return the token weights of a row encoded section by section, or None if its tokens do not decode to its text."""
+    """Return the token weights of a row that was encoded section by section, or None if its tokens cannot be mapped to
+    its text.
+    """
     starts = offsets(np.array([len(fill_slots(text, slots)) for text in layout.texts]))
     out = TokenWeights.none(len(ids))
     at = 0
@@ -97,6 +101,8 @@ def section_weights(
 def whole_weights(
     weights: CharWeights, texts: Sequence[str], is_control: Sequence[bool], ids: Ids, encoder: ControlEncoder
 ) -> TokenWeights | None:
-    """Return the token weights of a row encoded as a whole, or None if `tokenizers` returns different tokens."""
+    """Return the token weights of a row that was encoded as a whole, or None if the `tokenizers` library returns other
+    token ids.
+    """
     whole, begin, end = encoder.whole_places(texts, is_control)
     return token_weights(weights, TokenPlaces(begin, end)) if whole.tolist() == ids.tolist() else None

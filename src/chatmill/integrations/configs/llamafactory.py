@@ -56,7 +56,7 @@ def import_llamafactory(
 ) -> ImportedConfig:
     """Convert a dataset_info.json, a run config or both, with a report on each key.
 
-    `path` and `train` may be given in either order. Without a dataset_info.json, the file in the run config's
+    `path` and `train` can be passed in either order. If no dataset_info.json is passed, the one in the run config's
     `dataset_dir` is read. Without a run config, the recipe contains the given `datasets`, by default all datasets for
     SFT. `ranks` is the number of GPUs. `model` is the folder of a base model that replaces the model in the config.
     """
@@ -82,7 +82,7 @@ def import_llamafactory(
 
 
 def _which(path: str | Path, train: str | Path | None) -> tuple[Place | None, Place | None]:
-    """Return the paths of dataset_info.json and of the run config; None for a file that is not given."""
+    """Return the paths of dataset_info.json and of the run config; a path is None if the file was not passed."""
     files = [place(each) for each in (path, train) if each is not None]
     info = [each for each in files if each.name.lower().endswith(".json")]
     run = [each for each in files if each.name.lower().endswith((".yaml", ".yml"))]

@@ -1,6 +1,6 @@
-"""Detect the shape of a file, and parse its records.
+"""Detect the record shape of a file, such as `messages` or `alpaca`, and parse its records.
 
-A parser turns the bytes of one record into conversations, or raises a `RecordError`.
+The function for each shape parses the bytes of one record into conversations, or raises `RecordError`.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def parser(shape: str, *, file: str, source: str, limit: int, options: ShapeOpti
 
 
 def _id(data: bytes) -> str | None:
-    """Return the id of an invalid record, if possible."""
+    """Return the id of an invalid record, or None if the id cannot be read."""
     try:
         record = decode(data)
     except (RecordError, RecursionError):
@@ -200,9 +200,10 @@ def _id(data: bytes) -> str | None:
 
 
 def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | None = None) -> tuple[str, str]:
-    """Return the shape of a file and the reason; raise if no shape or several shapes fit its first records.
+    """Return the record shape of a file and the reason for choosing it; raise `DataError` if no shape or several shapes
+    fit its first records.
 
-    `primer` is never detected, because all of its records are also `messages`.
+    The shape `primer` is never detected, because every `primer` record is also a `messages` record.
     """
     possible: dict[str, str] | None = None
     unknown: tuple[int, Object] | None = None
@@ -243,7 +244,7 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
 def _columns_hint(record: Object) -> str:
     """Return a hint with the `--columns` value for a record with a question and an answer.
 
-    The `alpaca` shape also reads a system text and a history.
+    If the record also has the key `system` or `history`, the hint maps its keys to those of the `alpaca` shape.
     """
     pair = next((pair for pair in _PAIRS if all(type(record.get(key)) is str for key in pair)), None)
     if pair is None:
@@ -253,7 +254,9 @@ def _columns_hint(record: Object) -> str:
 
 
 def _refuse_other_data(file: str, line: int, record: Object) -> None:
-    """Reject images, preference data, tokenized data and formats that `--columns` cannot map."""
+    """Raise `RecordError` if a record has images, preference data or token ids, or a format that `--columns` cannot
+    map.
+    """
     keys = KeyReader("the record", "", record, {})
     try:
         keys.refuse_media()
@@ -273,7 +276,7 @@ def _refuse_other_data(file: str, line: int, record: Object) -> None:
 
 
 def shapes_of(record: Any) -> dict[str, str]:
-    """Return the shapes that fit the keys of a decoded record, with reasons."""
+    """Return a dictionary that maps each shape that fits the keys of a decoded record to the reason why it fits."""
     if isinstance(record, str):
         return {"transcript": "the text has <|USER|> or <|ASSISTANT|>"} if _has_marker(record) else {}
     if not isinstance(record, dict):
@@ -317,7 +320,7 @@ _KEYS_OF_SHAPES = {
 
 
 def _chat_shapes(record: Object) -> dict[str, str]:
-    """Return `messages`, `tool` or both: the shapes differ only in some roles and keys."""
+    """Return the shapes `messages`, `tool` or both; the two shapes differ only in some roles and keys."""
     as_messages = {"messages": 'the records have "messages"'}
     as_tool = {"tool": 'the records have "messages" and "system", or the roles assistant_toolcall and toolresult'}
     turns = record["messages"] if isinstance(record["messages"], list) else []
@@ -331,7 +334,7 @@ def _chat_shapes(record: Object) -> dict[str, str]:
 
 
 def _value(data: bytes) -> Any:
-    """Return the decoded record or the transcript text; None if it cannot be decoded."""
+    """Return the decoded JSON record or the transcript text, or None if the record cannot be decoded."""
     if data.lstrip()[:2] == b"<|":
         return data.decode(errors="replace")
     try:

@@ -1,4 +1,4 @@
-"""Start template processes and exchange frames with them. Enforce limits that a process cannot evade."""
+"""Start template processes, exchange messages with them, and enforce limits that a template cannot evade."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ import_module(sys.argv[1]).main()
 
 
 class EndedError(Exception):
-    """A template process was killed or exited. The error message gives the reason."""
+    """Raised if a template process exits, exceeds a limit or sends an invalid response."""
 
 
 class ForkServer:
@@ -98,7 +98,7 @@ _servers_lock = threading.Lock()
 def fork_server(module: str) -> ForkServer:
     """Return the fork server for a module, starting the server if needed.
 
-    The fork server starts in the background. Children that this process forks share the server.
+    The fork server starts in the background. Child processes that are forked later share the fork server.
     """
     with _servers_lock:
         if module not in _servers:
@@ -119,7 +119,7 @@ atexit.register(stop_servers)
 
 
 class Channel:
-    """A process that was forked by a fork server. The process may use at most `memory` additional bytes.
+    """A process that was forked by a fork server. The process can allocate at most `memory` additional bytes.
 
     `arguments` are passed to the start function of the process.
     """
@@ -171,8 +171,8 @@ class Channel:
         clock.check_sometimes()
 
     def end(self) -> int | None:
-        """Kill the process if it is running. Return the exit code of the process, negative for a signal, or None if
-        unknown.
+        """Kill the process if it is running. Return the exit code of the process (negative if a signal killed it), or
+        None if the exit code is unknown.
         """
         try:
             self._leash.shutdown(socket.SHUT_WR)

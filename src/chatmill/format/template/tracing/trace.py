@@ -1,16 +1,18 @@
 """Traces of template renderings, which can be replayed for other conversations if all guards pass, as in TorchDynamo.
 
-The output of a template depends only on the conversation. A trace records the values that a rendering computed from the
-texts of one conversation:
+The output of a template depends only on the conversation. A trace records the string operations of one rendering, and
+the conditions that the template checked:
 
     texts     slot 0   slot 1  …            the texts of the conversation
     steps     slot n = lstrip(slot 1)       a text computed from others
               "</think>" in slot 1: False   a guard: a result that the template observed
 
-If all guards give the same results for another conversation of the same shape, the template would render it in the same
-way. To render the other conversation, the steps are replayed with its texts, without running the template.
+If all guards give the same results for another conversation with the same structure, the template would render it in
+the same way. A conversation for which all guards pass is rendered by replaying the steps with its strings, without
+running the template.
 
-`TracedPiece` is a piece of text with its origin. Traces and pieces are plain data that can be sent between processes.
+A `TracedPiece` is a piece of the rendered text with its origin: the template or a field of a message. Traces and pieces
+are plain data that can be sent between processes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from chatmill.format.template.tracing.steps import SPLIT, STEP_FUNCTIONS, Range,
 
 
 class TraceStep(NamedTuple):
-    """A call to `function(*slots, *args)` that computes the next slot or, as a guard, is checked against `expected`."""
+    """A recorded call `function(*slots, *args)`. Its result becomes the next slot or, for a guard, must equal
+    `expected`.
+    """
 
     function: str
     """A key of `STEP_FUNCTIONS`."""
@@ -35,7 +39,7 @@ class TraceStep(NamedTuple):
 
 
 class ReadyStep(NamedTuple):
-    """A step that contains its function instead of the name of the function, for faster replay."""
+    """A `TraceStep` with the function itself instead of its name, for faster replay."""
 
     call: Callable[..., Any]
     slots: tuple[int, ...]
@@ -45,7 +49,7 @@ class ReadyStep(NamedTuple):
 
 
 class Trace:
-    """The steps of one rendering, in order and without duplicates."""
+    """The recorded steps of one template rendering, in order and without duplicates."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts
@@ -56,7 +60,7 @@ class Trace:
         self._recorded: dict[Any, int] = {}
 
     def value(self, function: str, slots: tuple[int, ...], *args: Any) -> int:
-        """Add the step `function(*slots, *args)`, unless it exists; return the slot of its value."""
+        """Add the step `function(*slots, *args)`, unless it is already in the trace; return the slot of its result."""
         key = (function, slots, args)
         if key not in self._recorded:
             self._recorded[key] = self.num_slots
@@ -85,7 +89,9 @@ class Trace:
 
 
 def merge_guards(steps: Sequence[TraceStep], texts: int) -> tuple[TraceStep, ...]:
-    """Merge all guards that require a non-empty text of the conversation into one guard; return the steps."""
+    """Return the steps, with all guards that require a string of the conversation to be non-empty merged into one
+    guard.
+    """
     slots: list[int] = []
     others: list[TraceStep] = []
     for step in steps:
@@ -102,7 +108,8 @@ def ready(steps: Iterable[TraceStep]) -> tuple[ReadyStep, ...]:
 
 
 def replay(steps: Sequence[ReadyStep], texts: list[Any]) -> list[Any] | None:
-    """Append the computed slots to `texts` and return the list, or None if the conversation does not match the trace.
+    """Append the results of the steps to `texts` and return `texts`, or return None if the conversation does not match
+    the trace.
 
     A conversation does not match a trace if a guard fails or a function raises an error.
     """
@@ -194,7 +201,7 @@ def pattern_of(pieces: Sequence[TracedPiece]) -> tuple[str | None, ...]:
 
 
 def merge_literals(items: Iterable[TextItem]) -> tuple[TextItem, ...]:
-    """Return the items with adjacent literals joined."""
+    """Return the items with adjacent literal strings joined."""
     merged: list[TextItem] = []
     for item in items:
         if isinstance(item, str) and merged and isinstance(merged[-1], str):
@@ -205,7 +212,7 @@ def merge_literals(items: Iterable[TextItem]) -> tuple[TextItem, ...]:
 
 
 def common_length(one: str, other: str) -> int:
-    """Return the length of the common prefix of two texts."""
+    """Return the length of the common prefix of two strings."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -217,7 +224,7 @@ def common_length(one: str, other: str) -> int:
 
 
 def fill_slots(items: Iterable[TextItem], slots: Sequence[str]) -> str:
-    """Return the text of the items, with slots replaced by their texts."""
+    """Concatenate the items, with each slot index replaced by the text of the slot."""
     return "".join([item if isinstance(item, str) else slots[item] for item in items])
 
 
@@ -230,7 +237,7 @@ def cut(pieces: Sequence[TracedPiece], ranges: Sequence[Range]) -> list[list[tup
 
 
 def slots_of_slices(trace: Trace, slot: int, name: str, args: tuple[Any, ...], count: int) -> list[int]:
-    """Return the slots for the results of a string method on one field."""
+    """Add the call of a string method on one field to the trace, and return the slots of the results."""
     if name not in SPLIT:
         return [trace.value(name, (slot,), *args)]
     parts = trace.value(name, (slot,), *args)
