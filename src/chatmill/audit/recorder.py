@@ -49,9 +49,9 @@ BatchSum = tuple[NDArray[np.uint64] | None, Numbers | None]
 class Audit:
     """Writes the audit log of a run; pass an instance to `EpisodeLoader` as `listener`. Only rank 0 writes the log.
 
-    One digest covers at most `every` steps. To resume a run and continue its log, pass the `state` that `checkpoint`
-    returned. `reduce` sums an array over all ranks; without it, digests cover only the rows of rank 0. If a line cannot
-    be written, `AuditError` is raised.
+    Each digest covers the rows of at most `every` steps. To resume a run and continue its log, pass the `state` that
+    `checkpoint` returned. `reduce` sums an array over all ranks; without it, digests cover only the rows of rank 0. If
+    a line cannot be written, `AuditError` is raised.
 
         audit = Audit("logs/audit")
         loader = EpisodeLoader("data/v1", config, listener=audit)
@@ -155,8 +155,8 @@ class Audit:
             self._log.close()
 
     def discard(self) -> None:
-        """Remove the log of a run that ended before its first batch. A log that the run continued is closed but not
-        removed.
+        """Remove the log of a run that ended before its first batch. If the run continued the log of an earlier run,
+        the log is closed but not removed.
         """
         if self._log is not None:
             if self._state is None:
@@ -199,7 +199,7 @@ def _checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_with_log(state: Mapping[str, Any], path: Path, plan: LoadPlan) -> None:
-    """Raise `AuditError` if a saved state differs from the log or the dataset."""
+    """Raise `AuditError` if a saved state does not match the log or the dataset."""
     try:
         logged = logged_checkpoints(read_log(path)).get(state["head"])
     except DataError as error:
@@ -278,7 +278,7 @@ def complete_fields(plan: LoadPlan, epoch: int, step: PlannedStep) -> dict[str, 
 
 
 def mix_fields(plan: LoadPlan, total: Mapping[str, int]) -> dict[str, Any]:
-    """Return the requested share of each source, and its actual share since the first step."""
+    """Return the requested and the actual fraction of the data from each source, counted since the first step."""
     everything = sum(total.values()) or 1
     assert isinstance(plan.order, MixedOrder)
     requested = plan.order.shares if plan.config.mix_sft is None else shares(plan.config.mix_sft)
@@ -290,13 +290,13 @@ def mix_fields(plan: LoadPlan, total: Mapping[str, int]) -> dict[str, Any]:
 
 
 def sum_batches(batches: Sequence[BatchSum]) -> tuple[NDArray[np.uint64], Numbers | None]:
-    """Return the sum of the batch digests modulo 2^64, and the sum of the counts per source."""
+    """Sum the digests of batches modulo 2^64, and sum the number of rows or tokens from each source."""
     digest = np.array([digest for digest, _ in batches], dtype=np.uint64).sum(axis=0)
     counts = [counts for _, counts in batches if counts is not None]
     return digest, np.sum(counts, axis=0) if counts else None
 
 
 def add_counts(total: Mapping[str, int], plan: LoadPlan, counts: Numbers) -> dict[str, int]:
-    """Add `counts`, which are in the order of the plan's sources, to the totals per source."""
+    """Add `counts[i]` to the total of the plan's i-th source, and return the new totals by source name."""
     names = [source.name for source in plan.sources]
     return {name: total.get(name, 0) + int(count) for name, count in zip(names, counts, strict=True)}

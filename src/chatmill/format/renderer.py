@@ -58,7 +58,8 @@ class Renderer(Protocol):
 
         If a record cannot be rendered, pass the error to `on_reject`, or raise it if `on_reject` is None.
 
-        With `last_only`, only the last assistant message is trained on, so only its boundaries must be exact.
+        With `last_only`, only the last assistant message is trained, so only the token boundaries of this message must
+        be exact.
         """
 
     def lay_out_columns(self, columns: ChatColumns) -> ChatColumns | list[Record]:
@@ -72,7 +73,8 @@ class Renderer(Protocol):
         ledger: Ledger | None = None,
         threads: int | None = None,
     ) -> Rows:
-        """Render each record to one row, and count anomalies in `ledger`. All records must be renderable.
+        """Render each record to one row, and count anomalies in `ledger`. All records must have been returned by
+        `renderable`.
 
         A list of more than 1024 records is rendered on `threads` threads, by default one per usable core. The rows do
         not depend on the number of threads.
@@ -92,11 +94,11 @@ class Renderer(Protocol):
             yield self.render(batch, train_on=train_on, ledger=ledger)
 
     def prompt_ids(self, record: Record) -> list[int]:
-        """Return the token ids of the prompt for the next answer, which are the same in training and inference."""
+        """Return the prompt for a conversation's next answer as token ids; training and inference use the same ids."""
 
 
 def apply_record_weights(records: Sequence[Record], spans: Table, first_span: Index) -> None:
-    """Multiply the weights of each row by the weight of its record."""
+    """Multiply the loss weights of each row by the weight of its record."""
     if isinstance(records, ChatColumns):
         return
     weights = list(map(attrgetter("weight"), records))

@@ -80,10 +80,10 @@ class Listener(Protocol):
 class EpisodeLoader(IterableDataset):
     """Loads batches from a dataset, a cache, or a mix of sources; iterates forever unless `epochs` is given.
 
-    Each rank gets its batch_size / world_size rows of the global batch. Batches contain torch tensors if torch is
-    installed and `tensors` is true, and numpy arrays otherwise. With a `device`, tensors are copied to the device ahead
-    of time. If the caller is slower than the loader, a thread prefetches `ahead` chunks of batches; 0 disables
-    prefetching.
+    Each rank loads batch_size / world_size rows of every global batch. Batches contain torch tensors if torch is
+    installed and `tensors` is true, and numpy arrays otherwise. If `device` is given, the tensors are on this device.
+    If batches are built faster than they are consumed, a thread prefetches up to `ahead` chunks of batches; `ahead=0`
+    disables prefetching.
 
     >>> from pathlib import Path
     >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))
@@ -140,7 +140,7 @@ class EpisodeLoader(IterableDataset):
             self.listen(listener)
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener` for every batch; the listener must be added before the first batch."""
+        """Notify `listener` of every batch; call this method before loading the first batch."""
         self._listener = listener
         listener.loaded(self)
 
@@ -186,7 +186,7 @@ class EpisodeLoader(IterableDataset):
         return self.sources[0].vocab_size
 
     def plan(self, split: str) -> LoadPlan:
-        """Return the plan of a split; raise `DataError` if the dataset does not have the split."""
+        """Return the load plan of a split; raise `DataError` if the dataset does not have the split."""
         if split not in self._plans:
             self._plans[split] = LoadPlan(self.sources, self.config, split)
         return self._plans[split]
@@ -196,7 +196,7 @@ class EpisodeLoader(IterableDataset):
         return self._cursors.get(split or self.split, Cursor())
 
     def counts(self, split: str | None = None) -> BatchCounts:
-        """Return the counts of the rows that this rank has returned so far for a split."""
+        """Return the number of rows and tokens that this rank has loaded from a split so far."""
         return self._counts.get(split or self.split, BatchCounts())
 
     # Batches.
@@ -211,7 +211,7 @@ class EpisodeLoader(IterableDataset):
             yield self.get_batch()
 
     def __len__(self) -> int:
-        """Return the number of batches in all `epochs`, regardless of the cursor."""
+        """Return the total number of batches in `epochs` epochs, including batches that were already returned."""
         check_length_reader()
         if self.epochs is None:
             raise TypeError("an EpisodeLoader without epochs has no length; set epochs")
@@ -221,7 +221,9 @@ class EpisodeLoader(IterableDataset):
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing, because the loader counts epochs; raise `UsageError` if Accelerate would shard the batches."""
+        """Do nothing, because the loader tracks the epoch itself; raise `UsageError` if Accelerate would shard the
+        batches.
+        """
         check_epoch_reader(self.rank, self.world_size)
 
     def get_batch(self, split: str | None = None) -> Batch:
@@ -243,9 +245,11 @@ class EpisodeLoader(IterableDataset):
         return self._return(stream.plan, item)
 
     def prefetch(self, steps: int | None = None, *, split: str | None = None) -> str | None:
-        """Start downloading the files that the next `steps` batches need, for datasets at URLs; None means an epoch.
+        """If the dataset is at a URL, start downloading the files for the next `steps` batches, by default for one
+        epoch.
 
-        `get_batch` calls this method if the caller has not. Return a warning if the cache is too small, otherwise None.
+        `get_batch` calls this method if the caller has not. Return a warning message if the local cache is too small,
+        otherwise None.
         """
         name = split or self.split
         return self._start_prefetch(name, self.plan(name), self.cursor(name), steps)
@@ -262,15 +266,15 @@ class EpisodeLoader(IterableDataset):
 
     @property
     def downloads(self) -> Progress | None:
-        """The progress of all downloads, or None without downloads."""
+        """The progress of all downloads, or None if nothing is downloaded."""
         parts = [each.progress for each in self._prefetches.values()]
         return Progress(*map(sum, zip(*parts, strict=True))) if parts else None
 
     def one_pass(self, split: str, *, source: DataSource | None = None) -> Iterator[Batch]:
-        """Yield every eligible episode once, in stored order; cursors do not move and no rows are dropped.
+        """Yield batches that contain each episode of at least `episode_min_tokens` tokens once, in stored order.
 
-        With `source`, only the episodes of this source are read, and their indices start at 0. The last batch is padded
-        with empty rows, so that all ranks get the same number of batches.
+        The cursors of the loader do not change. With `source`, only the episodes of this source are read, and their
+        indices start at 0. The last batch is padded with empty rows, so that all ranks get the same number of batches.
         """
         sources = (source,) if source is not None else self.sources_of(split) or self.sources
         plan = LoadPlan(sources, self.config, split, in_stored_order=True)
@@ -333,8 +337,8 @@ class EpisodeLoader(IterableDataset):
         return state if worker is None else {**state, "worker": worker}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state, with any number of ranks. Raise `UsageError` if the state was saved with a different
-        dataset or order of episodes.
+        """Resume from a state that `state_dict` returned; the number of ranks can be different. Raise `UsageError` if
+        the state was saved with another dataset or another order of episodes.
         """
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != STATE_VERSION:

@@ -1,4 +1,4 @@
-"""Read the records of files: plan which parts to read, then read them part by part.
+"""Read records from files: first plan the parts of files to read, then read the records of each part.
 
     inputs ── plan ──▶ parts ── units ──▶ (line, bytes) ── parser ──▶ records
 
@@ -45,9 +45,9 @@ OnReject = Callable[[RecordError], None]
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A file, or the lines or row groups of a file that start in bytes [start, stop).
+    """A file, or the lines or Parquet row groups of a file that start in bytes [start, stop).
 
-    The lines of each part are numbered from 1.
+    Line numbers start at 1 in each part.
     """
 
     path: Place
@@ -134,7 +134,7 @@ def plan(
 ) -> list[FilePart]:
     """Return one part per file, in reading order.
 
-    If `shape` is None, the shape is detected from the first records of each file.
+    If `shape` is None, the record shape is detected from the first records of each file.
     """
     paths, limit = files.expand(inputs), max_line_bytes
     return plan_files(paths, shape=shape, source=source, options=options, on_error=on_error, max_line_bytes=limit)
@@ -149,7 +149,7 @@ def plan_files(
     on_error: OnError = "skip",
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> list[FilePart]:
-    """Like `plan`, for files from `expand`."""
+    """Like `plan`, but all paths must be files, not folders or globs."""
     if shape is not None and shape not in SHAPES:
         raise UsageError(f'unknown shape "{shape}"; expected {", ".join(SHAPES)}')
     options.column_map()
@@ -167,7 +167,7 @@ def plan_files(
 
 
 def _warn_of_missing_columns(parts: Sequence[FilePart], limit: int, *, stops: bool) -> None:
-    """Warn about `--columns` names that occur in none of the first records."""
+    """Warn about each name in `--columns` that is not a key of any of the first records."""
     missing: set[str] = set()
     for part in parts:
         columns = part.options.column_map()
@@ -215,10 +215,10 @@ def read_blocks(
     as_columns: bool = True,
     log: ReadLog | None = None,
 ) -> Iterator[ChatColumns | list[Record]]:
-    """Yield the records of one part in blocks; with `as_columns`, plain records are yielded as `ChatColumns`.
+    """Yield the records of one part in blocks: lists of `Record`s and, with `as_columns`, also `ChatColumns`.
 
-    `on_fault` receives each invalid record, and may raise an error to stop reading. `on_end` receives the number of
-    lines of the part. `log` records the bytes read.
+    `on_fault` is called with the error of each invalid record, and can raise this error to stop reading. `on_end` is
+    called with the number of lines in the part. `log` records which bytes were read.
     """
     for parsed in _read(part, max_line_bytes, as_columns=as_columns, on_end=on_end, log=log):
         if isinstance(parsed, ChatColumns):
@@ -244,7 +244,7 @@ ParsedItems = Sequence[Record | RecordError]
 def _read(
     part: FilePart, limit: int, *, as_columns: bool, on_end: Callable[[int], None], log: ReadLog | None
 ) -> Iterator[ParsedItems]:
-    """Yield blocks of records and faults, up to the end of the file or to corrupt data."""
+    """Yield blocks of records and errors, up to the end of the part or to the first corrupt data."""
     line = 0
     with closing(_parsed(part, limit, as_columns=as_columns, log=log)) as parsed:
         try:
@@ -259,7 +259,7 @@ def _read(
 def _parsed(
     part: FilePart, limit: int, *, as_columns: bool, log: ReadLog | None
 ) -> Generator[tuple[int, ParsedItems], None, None]:
-    """Yield the number of the last line read, and a block of records and faults."""
+    """Yield blocks of records and errors, each with the number of the last line read."""
     parse = parser(part.shape, file=files.label(part.path), source=part.source, limit=limit, options=part.options)
     if not _is_of_lines(part):
         for line, data in _units(part, limit, log):
@@ -277,7 +277,7 @@ def _parsed(
 
 
 def _one_by_one(parse: ShapeParser, before: int, block: bytes) -> tuple[int, ParsedItems]:
-    """Parse each line of a block; return the number of lines, and the records and faults."""
+    """Parse a block line by line; return the number of lines, and a list of records and errors."""
     if records := parse.block(before + 1, block):
         return len(records), records
     pieces = units.split(block)
@@ -286,7 +286,7 @@ def _one_by_one(parse: ShapeParser, before: int, block: bytes) -> tuple[int, Par
 
 
 def _columns(parse: ShapeParser, before: int, block: bytes) -> Iterator[tuple[int, ParsedItems]]:
-    """Like `_one_by_one`, but parse runs of plain lines into columns."""
+    """Like `_one_by_one`, but parse consecutive lines with only roles and texts into columns."""
 
     def parse_lines(line: int, data: bytes) -> ParsedItems:
         return _one_by_one(parse, line - 1, data)[1]
@@ -322,7 +322,7 @@ def _units(part: FilePart, limit: int, log: ReadLog | None = None) -> files.Unit
 
 
 def _with_shape(part: FilePart, shape: str | None, limit: int, *, stops: bool) -> FilePart:
-    """Return the part with its shape, given or detected, and the reason for the shape."""
+    """Set the record shape of a part to `shape` or, if `shape` is None, to the detected shape."""
     path = part.path
     ending = files.kind(path)
     if ending in files.TABLES and shape == "transcript-stream":
@@ -346,7 +346,7 @@ def _with_shape(part: FilePart, shape: str | None, limit: int, *, stops: bool) -
 
 
 def _transcript_shape(path: Place, *, is_transcript: bool) -> str:
-    """Return `transcript-lines` or `transcript-stream`; raise a `DataError` if the file is ambiguous."""
+    """Return `transcript-lines` or `transcript-stream`; raise `DataError` if the shape cannot be detected."""
     try:
         with open_bytes(path) as file:
             layout = transcript_layout(_readable(iter(partial(file.read, SCAN), b"")))
@@ -374,7 +374,7 @@ def _size(path: Place) -> int:
 
 
 def _readable(pieces: Iterator[T]) -> Iterator[T]:
-    """Yield pieces up to the first corrupt data; the error is reported later, when the records are read."""
+    """Yield items up to the first `RecordError`; the error is reported later, when the records are read."""
     try:
         yield from pieces
     except RecordError:
@@ -382,9 +382,9 @@ def _readable(pieces: Iterator[T]) -> Iterator[T]:
 
 
 def _readable_units(numbered: files.Units, limit: int, *, stops: bool) -> Iterator[tuple[int, bytes]]:
-    """Yield numbered units up to the first corrupt data.
+    """Yield pairs of a line number and bytes, up to the first corrupt data.
 
-    With `stops`, also stop before the first unit of more than `limit` bytes.
+    With `stops`, also stop before the first pair with more than `limit` bytes.
     """
     return takewhile(lambda unit: not stops or len(unit[1]) <= limit, _readable(numbered))
 

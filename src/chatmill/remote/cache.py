@@ -1,6 +1,6 @@
 """A cache of remote objects in local files, shared by all processes on a machine.
 
-    $CHATMILL_CACHE_DIR, else $XDG_CACHE_HOME/chatmill, else ~/.cache/chatmill
+    $CHATMILL_CACHE_DIR         default: $XDG_CACHE_HOME/chatmill or ~/.cache/chatmill
       objects/<sha256>          a completely downloaded object with this hash
       copies/<key>/<name>       a copy of a file or folder, such as a tokenizer; the key depends on its content
       partial/, locks/          downloads in progress, and a lock for each download
@@ -8,9 +8,9 @@
 
 An object is downloaded to a temporary file, hashed, and then renamed, so a killed download never leaves an incomplete
 object. If several processes need an object, one of them downloads it and the others wait. When the cache exceeds
-$CHATMILL_CACHE_SIZE, the objects with the oldest access times are removed. The modification time of a cached file is
-derived from the object's hash. If the modification time of a cached file does not match the hash, the file is hashed
-again before use.
+$CHATMILL_CACHE_SIZE, the objects with the oldest access times are removed. After a download is verified, the
+modification time of the file is set to a number computed from its hash. A file with any other modification time is
+hashed again before use.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _held: set[int] = set()
 
 
 def fetch(url: Url, *, size: int, sha256: str, is_stopped: Callable[[], bool] = lambda: False) -> Path:
-    """Return the cached file of an object; download the object if it is not in the cache.
+    """Return the path of an object in the cache; download the object if it is not in the cache.
 
-    Another process may evict the file at any time; use `open_object` to open an object safely. If `is_stopped` returns
-    true, raise `DownloadStoppedError`.
+    Another process may evict the file at any time; use `open_object` to open an object safely. Raise
+    `DownloadStoppedError` if `is_stopped` returns true during the download.
     """
     folder, path = cache_folder(), cached_path(sha256)
     if not _is_whole(path, size, sha256):
@@ -64,7 +64,7 @@ def fetch(url: Url, *, size: int, sha256: str, is_stopped: Callable[[], bool] = 
 
 
 def open_object(url: Url, *, size: int, sha256: str) -> int:
-    """Open an object for reading, through the cache, and return a file descriptor."""
+    """Download an object to the cache if necessary, and return a file descriptor for reading it."""
     while True:
         path = fetch(url, size=size, sha256=sha256)
         # If the file was evicted before it could be opened, download it again.
@@ -73,12 +73,12 @@ def open_object(url: Url, *, size: int, sha256: str) -> int:
 
 
 def cached_path(sha256: str) -> Path:
-    """Return the path that an object with this hash has in the cache."""
+    """Return the path at which the cache stores the object with this hash."""
     return cache_folder() / "objects" / sha256
 
 
 def last_eviction() -> int:
-    """Return the time of the last eviction in nanoseconds, or 0 if there was none."""
+    """Return the time of the last eviction in nanoseconds, or 0 if nothing was evicted."""
     try:
         return (cache_folder() / EVICTED).stat().st_mtime_ns
     except FileNotFoundError:
@@ -108,7 +108,7 @@ def _is_whole(path: Path, size: int, sha256: str) -> bool:
 
 
 def _mark(sha256: str) -> int:
-    """Return the modification time that marks a verified object: a time before 1979, which no new file has."""
+    """Return the modification time of a verified object: a time before 1979, so that no new file has it by chance."""
     return int(sha256[:7], 16)
 
 
@@ -118,7 +118,7 @@ def _touch(path: Path) -> None:
 
 
 def _download(url: Url, size: int, sha256: str, path: Path, is_stopped: Callable[[], bool]) -> None:
-    """The caller must hold the object's lock."""
+    """Download an object to `path`, and verify its hash; the caller must hold the object's lock."""
     partial = path.parents[1] / "partial" / sha256
     try:
         # Retry once if the data was damaged in transit or the disk was full.
@@ -172,7 +172,9 @@ def _write(url: Url, size: int, partial: Path, is_stopped: Callable[[], bool]) -
 
 @contextmanager
 def _locked(folder: Path, name: str) -> Iterator[None]:
-    """Hold the lock with this name. The operating system releases the lock if the process is killed."""
+    """Hold the lock with this name during the `with` block. The operating system releases the lock if the process is
+    killed.
+    """
     path = folder / "locks" / name
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -216,7 +218,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _make_room(folder: Path, size: int, partial: Path) -> None:
-    """Evict files until `size` more bytes fit, and reserve the space with a partial file."""
+    """Evict files until the cache has room for `size` more bytes, and reserve this space with the file `partial`."""
     with _locked(folder, "room"):
         over = sum(used for _, used, _ in _contents(folder)) + size - cache_size()
         if over > 0:
@@ -227,7 +229,7 @@ def _make_room(folder: Path, size: int, partial: Path) -> None:
 
 
 def _evict(folder: Path, size: int) -> bool:
-    """Evict files with a total of at least `size` bytes; return whether any were evicted."""
+    """Try to evict at least `size` bytes of files; return whether any file was evicted."""
     with _locked(folder, "room"):
         return _remove_oldest(folder, size)
 
@@ -256,7 +258,7 @@ def _remove_oldest(folder: Path, size: int) -> bool:
 
 
 def _contents(folder: Path) -> list[tuple[float, int, Path]]:
-    """Return the time of last use, the size and the path of everything in the cache."""
+    """Return the last access time, the size and the path of each object, partial download and copy in the cache."""
     contents = []
     for kind in ("objects", "partial", "copies"):
         for path in (folder / kind).iterdir():
@@ -289,8 +291,8 @@ def _is_held(folder: Path, name: str) -> bool:
 def local_copy(url: Url, *, leave_out: tuple[str, ...] = (), limit: int | None = None) -> Path:
     """Copy the file or folder at a URL to the cache under the same name, and return the path of the copy.
 
-    In a folder, files whose names end with one of `leave_out` are not copied. Raise `DataError` if a file is larger
-    than `limit` bytes.
+    Files in a folder are skipped if their names end with one of the suffixes in `leave_out`. Raise `DataError` if a
+    file is larger than `limit` bytes.
     """
     info = None if url.is_folder else find(url)
     if info is not None:
@@ -315,7 +317,7 @@ def local_copy(url: Url, *, leave_out: tuple[str, ...] = (), limit: int | None =
 
 
 def _files_below(url: Url, leave_out: tuple[str, ...]) -> dict[str, tuple[Url, ObjectInfo]]:
-    """Return the objects below a URL by their relative names."""
+    """Return the objects below a URL, keyed by their path relative to this URL."""
     prefix = str(url).rstrip("/") + "/"
     listed = [each for each in names_below(url) if not each.name.lower().endswith(leave_out)]
     if len(listed) > COPY_FILES:
@@ -332,7 +334,7 @@ def _files_below(url: Url, leave_out: tuple[str, ...]) -> dict[str, tuple[Url, O
 
 
 def _copy(files: dict[str, tuple[Url, ObjectInfo]], place: Path, name: str) -> None:
-    """The caller must hold the lock of the new folder `place`."""
+    """Copy files to the new folder `place`; the caller must hold the lock of this folder."""
     aside = place.with_name(f"{place.name}.new")
     shutil.rmtree(aside, ignore_errors=True)
     try:

@@ -1,7 +1,7 @@
 """Match predicted objects to true objects.
 
-Pairs with an overlap below the gate are never matched. The assignment maximizes the sum of overlaps. On a tie, earlier
-predicted objects are matched first, then earlier true objects.
+Pairs with an overlap (IoU) below the threshold `gate` are never matched. The assignment maximizes the sum of overlaps.
+On a tie, earlier predicted objects are matched first, then earlier true objects.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _polygon_overlaps(
 
 
 def _ring(thing: Mapping[str, Any]) -> tuple[Sequence[int], bool]:
-    """Return the corners x1, y1, x2, y2 … of a shape, and whether it is a box or a triangle."""
+    """Return the corners x1, y1, x2, y2 … of an object, and whether the object is a box or a triangle."""
     if "poly" in thing:
         points: Sequence[int] = thing["poly"]
         return points, len(points) == 6
@@ -191,7 +191,7 @@ def _assign(mine: Index, true: Index, steps: Steps) -> list[tuple[int, int]]:
 
 
 def _groups(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Split the feasible pairs into groups that share no objects."""
+    """Split the feasible pairs into groups, so that no object is in two groups."""
     of_row: dict[int, list[tuple[int, int]]] = {}
     of_column: dict[int, list[tuple[int, int]]] = {}
     for row, column in pairs:
@@ -223,7 +223,7 @@ def _assign_group(steps: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]
 def _first_of_all(
     of_row: Sequence[tuple[int, Sequence[tuple[int, int]]]], at: int, taken: frozenset[int]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Return the largest sum of overlaps for the rows `of_row[at:]` and the pairs with this sum, by brute force."""
+    """Find the pairs of `of_row[at:]` with the largest sum of overlaps by brute force; return the sum and pairs."""
     if at == len(of_row):
         return 0, []
     row, options = of_row[at]
@@ -311,7 +311,9 @@ class DetectionScore(NamedTuple):
 def score_objects(
     predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]], *, overlap: float = 0.5
 ) -> DetectionScore:
-    """Score one answer. A match needs the same description and an IoU of at least `overlap`."""
+    """Count the correct, predicted and true objects of one answer. A predicted object is correct if it matches a true
+    object with the same description and an IoU of at least `overlap`.
+    """
     correct = 0
     for desc in {thing["desc"] for thing in truth}:
         mine, theirs = ([thing for thing in things if thing["desc"] == desc] for things in (predicted, truth))

@@ -31,10 +31,10 @@ PREVIEW = 60
 
 
 class OrderView:
-    """The order of a dataset with a given load config, for any seed and epoch."""
+    """Computes the order of a dataset's episodes with a load config, for any seed and epoch."""
 
     def __init__(self, path: Place, config: LoadConfig, sources: Sequence[str] | None = None) -> None:
-        """`sources` are the datasets of a folder, mixed as in the config or, without a mix, with equal weights."""
+        """`sources` are the names of datasets in a folder; if the config has no mix, they have equal weights."""
         # Override padding and the loss mask: some datasets lack them, and the order does not depend on them. Keep an
         # incomplete last batch, so that every episode has a row.
         self.config = replace(config, pad_token_id=0, use_loss_mask=False, epoch_drop_last=False)
@@ -50,7 +50,7 @@ class OrderView:
         return LoadPlan(sources, config, split)
 
     def page(self, split: str, *, seed: int, epoch: int, start: int, limit: int) -> dict[str, Any]:
-        """Return a page of an epoch's episodes; `length` is None if the order is infinite."""
+        """Return `limit` episodes of an epoch from position `start`; `length` is None if the order is infinite."""
         plan = self.plan(split, seed)
         length = plan.order.length
         stop = start + limit if length is None else min(start + limit, length)
@@ -82,7 +82,7 @@ def _order(plan: LoadPlan, seed: int, epoch: int) -> dict[str, Any]:
 
 
 def _packed_row(plan: LoadPlan, episode: int, epoch: int, window: int) -> tuple[int, list[int]]:
-    """Return the index of an episode's row in a window, and all episodes of the row."""
+    """Return the index, within a window, of the packed row that contains an episode, and all episodes of this row."""
     for step in plan.steps(Cursor(epoch=epoch, window=window)):
         places = np.flatnonzero(step.episodes == episode)
         if len(places):
@@ -95,7 +95,7 @@ def _packed_row(plan: LoadPlan, episode: int, epoch: int, window: int) -> tuple[
 
 
 def audit_logs(places: Sequence[Path]) -> list[Path]:
-    """Return the audit logs in the given files and folders."""
+    """Return the paths of the given log files, and of the log files in the given folders."""
     logs: list[Path] = []
     for place in places:
         here = sorted(place.glob("*.log")) if local_path(place).is_dir() else [place]
@@ -106,7 +106,7 @@ def audit_logs(places: Sequence[Path]) -> list[Path]:
 
 
 def timeline(log: Path) -> list[dict[str, Any]]:
-    """Return all lines of a log; `abandoned` marks lines after a checkpoint from which the run was resumed."""
+    """Return all lines of an audit log; `abandoned` is true for lines between a checkpoint and a resume from it."""
     lines: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}
     for number, line in enumerate(read_log(log), 1):
@@ -127,8 +127,8 @@ def timeline(log: Path) -> list[dict[str, Any]]:
 def rows_at(log: Path, step: int, dataset: Place, sources: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the episodes in each row of a step; `line` is the number of the log line with their digest.
 
-    Episode numbers refer to the whole dataset, even if the run mixed only some of its sources. `sources` are the
-    datasets of a folder; their episodes are numbered consecutively.
+    Episode numbers refer to the whole dataset, even if the run mixed only some of its sources. If `dataset` is a folder
+    of datasets, `sources` are their names, and their episodes are numbered consecutively.
     """
     replayed = replay_step(log, step, dataset)
     mixed = tuple(source.name for source in replayed.plan.sources)
@@ -144,9 +144,9 @@ def rows_at(log: Path, step: int, dataset: Place, sources: Sequence[str] | None 
 
 
 def in_whole(sources: Sequence[DataSource], split: str, episodes: Index) -> Index:
-    """Convert episode indices in some sources of a dataset to indices in the whole dataset.
+    """Convert episode indices within some sources of a dataset to indices in the whole dataset.
 
-    Indices in whole datasets are returned unchanged.
+    If the sources are whole datasets, the indices are returned unchanged.
     """
     whole = sources[0].dataset.whole
     if whole is None:
@@ -160,7 +160,7 @@ def in_whole(sources: Sequence[DataSource], split: str, episodes: Index) -> Inde
 
 
 def _starts(shards: Sequence[Shard]) -> Index:
-    """Return the first episode of each shard, followed by the total number of episodes."""
+    """Return the index of each shard's first episode, followed by the total number of episodes."""
     return offsets(np.array([shard.num_episodes for shard in shards], dtype=np.int64))
 
 
@@ -168,7 +168,7 @@ def _starts(shards: Sequence[Shard]) -> Index:
 
 
 class ReplayedRow(NamedTuple):
-    """A row without padding; `mask` marks the tokens that are predicted."""
+    """A row without padding; `mask` is 1 for trained tokens."""
 
     episodes: list[int]
     origins: list[str]
@@ -204,7 +204,7 @@ def _origin(plan: LoadPlan, episode: int, segment: int) -> str:
 
 
 def replay_tokenizer(plan: LoadPlan, spec: str | None) -> Tokenizer | None:
-    """Return the tokenizer `spec`; without `spec`, return `bytes` if the dataset was built with it, otherwise None."""
+    """Open the tokenizer `spec`; if `spec` is None, open `bytes` if the dataset was built with it, else return None."""
     source = plan.sources[0]
     built_with, control, besides, name = tokenizer_metadata(source.dataset)
     if built_with is None:
@@ -231,9 +231,9 @@ def step_previews(
     mix_sft: Mapping[str, float] | None,
     token_dtype: str | None = None,
 ) -> list[tuple[str | None, str]]:
-    """Return the origin (file:line or None) and the first words of some conversations of a step.
+    """Return the origin (file:line, or None if unknown) and the first words of each conversation in `places`.
 
-    `places` are pairs of an episode and a segment; segments are counted from the end: -1 is the last.
+    Each place is a pair (episode, segment); segment -1 is the last segment of the episode.
     """
     sources, _ = open_sources(dataset, LoadConfig(pad_token_id=0, mix_sft=mix_sft, token_dtype=token_dtype))
     if (own := datasets_hash(sources)) != sha256:

@@ -28,7 +28,7 @@ UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Add the file name to system errors on a file descriptor, such as "No space left on device"."""
+    """Add the path to an `OSError` that has no file name, such as "No space left on device"."""
     try:
         yield
     except OSError as error:
@@ -72,7 +72,7 @@ class Disk:
                 self.close(fd)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename a file or folder, replacing an existing file with the new name."""
+        """Rename a file or folder; a file that already has the new name is replaced."""
         source.replace(target)
 
     def rename_new(self, source: Path, target: Path) -> None:
@@ -148,17 +148,17 @@ class _Raw(io.RawIOBase):
 
 
 def create(path: Path, *, hurry: bool = False) -> BinaryIO:
-    """Create a buffered file without syncing it; with `hurry`, the system starts writing its bytes to disk early."""
+    """Create a file and return a buffered writer; with `hurry`, the system is told to write the data to disk early."""
     return io.BufferedWriter(_Raw(path, hurry), BUFFER)
 
 
 def real(path: Path) -> Path:
-    """Resolve links in a path; unlike `Path.resolve`, accept a cycle of links."""
+    """Resolve symbolic links in a path; unlike `Path.resolve`, raise no error for a loop of links."""
     return Path(os.path.realpath(path))
 
 
 def make_folder(path: Path) -> None:
-    """Create and sync a folder and its parents; do nothing if the folder exists."""
+    """Create and sync a folder and its missing parents; do nothing if the folder exists."""
     if not local_path(path).is_dir():
         if path.parent != path:
             make_folder(path.parent)
@@ -194,9 +194,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def refuse_existing(path: Path, *, overwrite: bool, reads: Iterable[Place] = ()) -> None:
-    """Raise `DataError` if a file cannot be written; call this before doing any work.
+    """Raise `DataError` if a file cannot be created at `path`; call this function before any slow work.
 
-    Even with `overwrite`, links and devices are never replaced. `reads` lists the files and folders that the command
+    Links and devices are never replaced, even with `overwrite`. `reads` lists the files and folders that the command
     reads; the new file must not be one of these files or be inside one of these folders.
     """
     if local_path(path).is_dir():
@@ -248,6 +248,6 @@ def _remove_if_there(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, *, overwrite: bool = False) -> None:
-    """Write a file atomically: a killed process leaves the previous state or the complete new file."""
+    """Write a file atomically: if the process is killed, the file is either unchanged or completely written."""
     with writing(path, overwrite=overwrite) as file:
         file.write(data)

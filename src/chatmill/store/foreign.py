@@ -1,10 +1,10 @@
-"""Datasets from other programs: tokens.bin, episodes.idx and optionally mask.bin, in shards or in train/ and val/.
+"""Datasets written by other programs: tokens.bin, episodes.idx and optionally mask.bin, in split or shard folders.
 
 tokens.bin does not record the number of bytes per token, and a wrong number gives wrong ids without an error.
-If the caller passes `token_dtype`, tokens have this type.
+If the caller passes `token_dtype`, tokens are read as this type.
 If mask.bin exists, the file sizes give the number of bytes per token, because mask.bin has one byte per token.
 Without mask.bin, the type or the token counts in dataset_metadata.json give the number of bytes per token.
-Without mask.bin and metadata, tokens are uint16 if episodes would extend past the end of the file with uint32 tokens.
+Without mask.bin and metadata, tokens are read as uint16 if tokens.bin is too small to contain the episodes as uint32.
 If the number of bytes per token is ambiguous, the dataset is refused until `token_dtype` is set.
 The mask, the metadata and `token_dtype` must not contradict each other.
 """
@@ -58,7 +58,7 @@ CHUNK = 1 << 22
 
 
 def split_folders(folder: OpenFolder) -> Iterator[Path]:
-    """Yield the folder of every existing split and shard."""
+    """Yield the folders of all splits and of their shards."""
     for split in (folder.path / name for name in SPLITS):
         yield split
         for name in folder.names(split):
@@ -77,7 +77,7 @@ def trace_of_chatmill(folder: OpenFolder) -> Path | None:
 
 
 def _is_foreign_state(folder: OpenFolder, path: Path) -> bool:
-    """Whether another program wrote this tokenizer state; return False for an unrecognized state."""
+    """Whether another program wrote this tokenizer_state.json; False if the file is not recognized."""
     try:
         state = json.loads(folder.read(path))
     except (OSError, ValueError, RecursionError):
@@ -98,7 +98,7 @@ def token_width(token_dtype: str | None) -> int | None:
 
 @dataclass(frozen=True)
 class _ShardFiles:
-    """The sizes of a shard's files in bytes, and the end of its last episode."""
+    """The sizes of a shard's files in bytes, and the end of its last episode in tokens."""
 
     folder: Path
     num_episodes: int
@@ -114,7 +114,7 @@ class _ShardFiles:
         return tuple(width for width in NAMES if self.tokens % width == 0 and width * self.end <= self.tokens)
 
     def fault(self) -> str | None:
-        """Return an error message if no token width fits the file sizes, otherwise None."""
+        """Return an error message if the sizes of the shard's files contradict each other, otherwise None."""
         if self.widths and (self.mask is None or self.end <= self.mask):
             return None
         if self.mask is not None and self.tokens in (2 * self.end, 4 * self.end):
@@ -210,7 +210,7 @@ def metadata_width(metadata: Any, *, place: str) -> int | None:
 
 
 def _types(node: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, int | None]]:
-    """Yield the token types named in metadata, each with its size in bytes, or None if it is not little-endian."""
+    """Yield each token type in the metadata with its size in bytes; the size is None if the type is big-endian."""
     if not isinstance(node, dict) or depth > 3:
         return
     for name, value in node.items():
@@ -280,7 +280,7 @@ def _shard_files(folder: OpenFolder, place: Path) -> _ShardFiles:
 
 
 def unread_files(folder: OpenFolder) -> list[str]:
-    """Return the files in shard folders, except the files that chatmill reads."""
+    """Return the files in split and shard folders that chatmill does not read."""
     known = {INDEX, TOKENS, MASK}
     return [
         str((place / name).relative_to(folder.path))
@@ -291,7 +291,7 @@ def unread_files(folder: OpenFolder) -> list[str]:
 
 
 def _end(entries: Table) -> int:
-    """Return the largest end position of all episodes."""
+    """Return the largest end position of all episodes, in tokens."""
     if not len(entries):
         return 0
     ends = entries["start"] + entries["length"]
@@ -304,7 +304,7 @@ def _end(entries: Table) -> int:
 
 
 def coverage(start: Index, stop: Index, size: int) -> Iterator[tuple[slice, Index]]:
-    """Count how many of these ranges contain each position below `size`; yield the counts in chunks.
+    """For each position below `size`, count the ranges [start, stop) that contain it; yield the counts in chunks.
 
     [0, 3) [2, 4), size 5  ->  1 1 2 1 0
     """

@@ -1,16 +1,17 @@
 """Memory-mapped files that keep no file descriptor open, and that raise an error if they are truncated.
 
-Python's `mmap` keeps a file descriptor open for every mapped file, and the limit is often 1,024 per process. This
-module maps files through the C library, which needs no descriptor after mapping. If a mapped file is truncated, reading
-a missing page raises the signal SIGBUS, which would kill the process without a message. Read mapped bytes like this:
+Python's `mmap` keeps a file descriptor open for every mapped file, and a process can often open only 1,024 descriptors.
+This module maps files through the C library, which needs no descriptor after mapping. If a mapped file is truncated,
+reading a missing page raises the signal SIGBUS, which would kill the process without a message. Read mapped bytes like
+this:
 
     with reading():
         ids = array[start:stop].copy()
         check_mapped(array)
 
 A page that cannot be read raises `DataError` inside `reading()`. Outside `reading()`, a page that cannot be read ends
-the process with a one-line message and exit code 1. If a file was truncated within a page, the rest of the page is read
-as zeros, which `check` detects.
+the process with a one-line message and exit code 1. If a file is truncated in the middle of a page, the missing bytes
+of this page are read as zeros; `check` detects this.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ _regions: dict[int, _Region] = {}
 
 
 class MappedFile:
-    """The mapped bytes of the file that is open as `fd`. `fd` may be closed after mapping.
+    """Maps the file with the open descriptor `fd` into memory; `fd` can be closed afterwards.
 
-    `absolute` is the absolute path, in case the working directory changes.
+    `absolute` is the absolute path of the file, which stays valid if the working directory changes.
     """
 
     live = 0
@@ -115,8 +116,8 @@ class MappedFile:
     def check(self) -> None:
         """Raise `DataError` if the file has changed since it was mapped; call this after reading the bytes.
 
-        Truncation is always detected. To limit `stat` calls, overwritten bytes may be detected with a delay of at most
-        2 ms times the number of mapped files.
+        Truncation is always detected. To limit the number of `stat` calls, other changes are detected with a delay of
+        up to 2 ms per mapped file.
         """
         if not self.size:
             return
@@ -147,7 +148,7 @@ class MappedFile:
         raise DataError(self._region.fault)
 
     def advise(self, advice: int) -> None:
-        """Tell the system how the bytes will be used; `mmap.MADV_DONTNEED` frees their memory."""
+        """Call `madvise` for the mapped bytes; `mmap.MADV_DONTNEED` frees their memory."""
         if self.size:
             _libc.madvise(self._region.address, self.size, advice)
 
@@ -160,7 +161,7 @@ class MappedFile:
 
 
 def mapped_file(array: NDArray[Any]) -> MappedFile | None:
-    """Return the mapped file that an array is a view of, or None."""
+    """Return the mapped file that an array is a view of, or None for any other array."""
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
@@ -250,7 +251,7 @@ def _on_bus_error(number: int, info: int, context: int) -> None:
 
 
 def _make_handler() -> Any:
-    """Create the SIGBUS handler for the C library, or return None if the system is not supported."""
+    """Return the SIGBUS handler as a C function, or None if the platform is not supported."""
     if sys.platform not in ("linux", "darwin") or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
     try:
@@ -268,7 +269,7 @@ _installed_by = 0
 
 
 def _install_handler() -> None:
-    """Install the SIGBUS handler, and keep the previous handler for other addresses."""
+    """Install the SIGBUS handler; errors outside mapped files are passed to the previous handler."""
     global _installed_by
     _installed_by = os.getpid()
     now = _SigAction()

@@ -1,7 +1,7 @@
-"""Compiled templates, with or without tracing. Every error inside a template names the line of the template.
+"""Compiled Jinja chat templates, with or without tracing. Errors in a template are reported with the template line.
 
-A traced rendering records the origin of every character. Before a template is compiled, its literals become
-`TracedStr`, and filters that would lose the origin of a text are wrapped. Loops over messages record the index of the
+A traced rendering records the origin of every character. Before a template is compiled, its string literals become
+`TracedStr`, and filters that would lose the origin of a string are wrapped. Loops over messages record the index of the
 current message.
 """
 
@@ -174,7 +174,7 @@ class TracedSandbox(Sandbox):
         }
 
     def _soft_text(self, value: Any) -> TracedStr:
-        """Return a value as text. Text that is marked as safe stays safe."""
+        """Convert a value to a traced string. A string that is marked as safe stays marked."""
         return value if isinstance(value, TracedStr) else self.to_text(value)
 
     def _untraced(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,11 +212,11 @@ class TracedSandbox(Sandbox):
         return opaque(str(value), inside) if inside else literal(str(value))
 
     def container(self, value: Any) -> Any:
-        """Return the right operand of `in` as traced text, because plain text would not add a guard for the result."""
+        """Convert the right operand of `in` to a traced string, which adds a guard for the result."""
         return literal(value) if isinstance(value, str) else value
 
     def compared_length(self, value: Any, comparison: str, number: int) -> bool:
-        """Evaluate `value | length > number`, with a guard for the result of the comparison instead of the length."""
+        """Compare the length of a value with a number; the guard is on the result, not on the exact length."""
         function = LENGTHS[comparison]
         if isinstance(value, TracedStr):
             return bool(value.observe(function, number))
@@ -241,7 +241,7 @@ class TracedSandbox(Sandbox):
     def tojson(
         self, x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> TracedStr:
-        """Return a value as JSON.
+        """Encode a value as JSON.
 
         Strings are replaced with placeholders before encoding and inserted afterwards, so that they keep their origin.
         """
@@ -294,7 +294,7 @@ class TracedSandbox(Sandbox):
 
 
 def indented(s: TracedStr, width: int | str = 4, first: bool = False, blank: bool = False) -> TracedStr:
-    """Implement Jinja's filter `indent` for traced texts."""
+    """Implement Jinja's filter `indent` for traced strings."""
     by = literal(width if isinstance(width, str) else " " * width)
     newline = literal("\n")
     head, *lines = (unmarked(s) + newline).splitlines()
@@ -304,7 +304,7 @@ def indented(s: TracedStr, width: int | str = 4, first: bool = False, blank: boo
 
 
 class _TracedRewriter(Rewriter):
-    """Rewrites a syntax tree so that literals come from the sandbox and loops report the current message."""
+    """Rewrites the syntax tree of a template: string literals become traced, and loops report the current message."""
 
     def __init__(self, sandbox: TracedSandbox) -> None:
         super().__init__()
@@ -353,7 +353,7 @@ class _TracedRewriter(Rewriter):
 
 
 class TracedProgram(Program):
-    """A template compiled for traced renderings."""
+    """A compiled template that records the origin of every character of its output."""
 
     sandbox: TracedSandbox
 
@@ -363,7 +363,7 @@ class TracedProgram(Program):
         self._lines: dict[int, int] = {}
 
     def trace(self, variables: Mapping[str, Any], meter: Meter) -> Rendering:
-        """Return a rendering that records the origin of every piece."""
+        """Render the template, and record the origin of every piece of the output."""
         self.sandbox.begin({id(message): number for number, message in enumerate(variables["messages"])})
         pieces: list[TracedPiece] = []
         for text in self.run(variables, meter):
