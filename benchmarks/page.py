@@ -19,7 +19,7 @@ TEXTS = tomllib.loads((Path(__file__).resolve().parent / "texts.toml").read_text
 
 
 def page(results: Results) -> str:
-    """Return the page in Markdown. Parts without results are omitted."""
+    """Return the benchmark page in Markdown. Sections without results are omitted."""
     parts = [_head(results), _targets(results)]
     for names, title, text in SECTIONS:
         measured = [name for name in names if name in results]
@@ -33,7 +33,7 @@ def page(results: Results) -> str:
 
 
 def table(shown: list[Line]) -> str:
-    """Return a table of comparisons without its empty columns."""
+    """Return a Markdown table of comparisons, without empty columns."""
     rows = [
         {
             "": line.what,
@@ -302,7 +302,7 @@ def _model(name: str) -> str:
 
 
 def with_training(text: str, gpu: dict[str, Any]) -> str:
-    """Update the training section and the training targets of a page, and keep the rest."""
+    """Update the training section and the training targets of a page; leave all other sections unchanged."""
     sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
     for number, section in enumerate(sections):
         end = "\n\n" if number < len(sections) - 1 else "\n"

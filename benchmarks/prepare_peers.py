@@ -1,8 +1,8 @@
 """The peers of `benchmarks/prepare.py`, each run in a separate process.
 
-`trl` is TRL's own preparation. `trl-batched` is the fastest documented variant: a batched `datasets.map` tokenizes the
-conversations, and TRL only packs them. `datatrove` only tokenizes text that was rendered beforehand; it does not
-compute a mask or pack rows.
+`trl` runs TRL's own dataset preparation. `trl-batched` is the fastest documented variant: a batched `datasets.map`
+tokenizes the conversations, and TRL only packs them. `datatrove` only tokenizes text that was rendered beforehand; it
+does not compute a mask or pack rows.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def template_file(name: str) -> Path:
 
 
 def peer_of(data: Data, args: argparse.Namespace) -> Any:
-    """Return a transformers tokenizer with an equivalent chat template that has generation tags."""
+    """Return a transformers tokenizer with the benchmarked chat template, in a version that has generation tags."""
     # Importing transformers elsewhere would add to chatmill's memory.
     from transformers import PreTrainedTokenizerFast
 
@@ -99,7 +99,7 @@ def peer_of(data: Data, args: argparse.Namespace) -> Any:
 
 
 def peer_rows(peer: Any, records: list[Record]) -> list[Both]:
-    """Return the ids and assistant mask of each conversation, with one call per row, as most users do."""
+    """Return the ids and assistant mask of each conversation, with one call of `apply_chat_template` per row."""
     out = []
     for record in records:
         messages = [{"role": message.role, "content": message.content} for message in record.messages]
@@ -136,7 +136,9 @@ def way_of(data: Data, args: argparse.Namespace) -> Chatml | Template:
 
 
 def side(data: Data, args: argparse.Namespace) -> None:
-    """Run chatmill or the peer, to measure its memory. chatmill streams the file; the peer renders the timed rows."""
+    """Render with only chatmill or only the peer, to measure memory. chatmill streams the file; the peer renders the
+    timed rows.
+    """
     if args.side == "chatmill":
         for _ in way_of(data, args).chunks(read_records([data.path])):
             pass

@@ -41,7 +41,7 @@ KEYS = "Keys of CONFIG, a JSON file that may inherit from another file; `chatmil
 
 
 def page() -> str:
-    """Return the page, in the order of `chatmill --help`, with the subcommands of a group together."""
+    """Return the command reference in Markdown, with all commands in the order of `chatmill --help`."""
     listed = list(commands(typer.main.get_command(app_of()), (NAME,)))
     lines = ["| command | what it does |", "|---|---|"]
     for path, command in listed:
@@ -53,7 +53,7 @@ def page() -> str:
 
 
 def commands(group: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every command that is not a group, with its path."""
+    """Yield the words of the name and the command object of every command that is not a group."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from commands(command, (*path, name))
@@ -78,7 +78,7 @@ def section(path: tuple[str, ...], command: Any) -> str:
 
 
 def split_help(command: Any) -> tuple[str, list[str]]:
-    """Split a help text into its paragraphs, one per line, and its examples."""
+    """Return the paragraphs of a help text, each on one line, and its examples."""
     text, _, below = inspect.cleandoc(command.help or "").partition("\b\nExample")
     paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", text.replace("\b", "")) if part.strip()]
     return "\n\n".join(paragraphs), [line.removeprefix("  ") for line in below.splitlines()[1:]]

@@ -45,7 +45,7 @@ class Questions(NamedTuple):
 
 
 def split_questions(seed: int) -> tuple[Questions, Questions]:
-    """Return four fifths of the questions for training, and the others for held-out conversations."""
+    """Return four fifths of the questions for training, and one fifth for held-out conversations."""
     rng = random.Random(seed)
     kinds = [list(product(WHERE, SHELVES)), list(product(WHEN, HOURS)), list(product(FOUND, SHELVES))]
     for pairs in kinds:

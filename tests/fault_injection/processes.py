@@ -1,4 +1,4 @@
-"""Run work in a forked child process and report its return value, its one-line chatmill error, or its failure.
+"""Run a function in a forked child process, and report its return value, its one-line chatmill error, or its failure.
 
 A forked child inherits a trial's patches to the library, such as a planted fault or a fake disk. Forking is safe only
 in a process with one thread. `begin` checks the number of threads, `run.py` limits it, and no forking process computes
@@ -59,8 +59,8 @@ class Child:
         return f"the child used no CPU time for {IDLE_SECONDS:.0f} seconds" if now - self._at > IDLE_SECONDS else ""
 
     def end(self, cpu_seconds: float = CPU_SECONDS) -> Ended:
-        """Return the result of the child. A child that is stuck prints its stacks and is killed, and `broke` gives the
-        reason.
+        """Return the result of the child. If the child is stuck, make it print its stack traces, then kill it;
+        `Ended.broke` gives the reason.
         """
         raw, stuck = b"", ""
         while True:
@@ -153,7 +153,7 @@ def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
 
 
 def limited(work: Callable[[], Any], room: int) -> Callable[[], Any]:
-    """Return `work` with a limit on the memory that it allocates, not counting memory-mapped files."""
+    """Return a function that runs `work` with a memory limit, which does not include memory-mapped files."""
 
     def within() -> Any:
         status = Path("/proc/self/status").read_text()

@@ -1,4 +1,4 @@
-"""Stream blocks: their tokens and loss mask. The tokens are the letters that block_fixtures defines."""
+"""The tokens and the loss mask of stream blocks. Each token is written as a letter that block_fixtures defines."""
 
 from __future__ import annotations
 

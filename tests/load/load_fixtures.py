@@ -75,7 +75,7 @@ def write_source(root: Path, name: str, splits: Mapping[str, Rows], *, vocab_siz
 
 
 def write_plain_files(target: Path, episodes: Sequence[Sequence[int]], masks: Sequence[Sequence[int]] | None) -> Path:
-    """Write only the documented files, as another program might."""
+    """Write only the files that the dataset format requires, as another program might."""
     shard = target / "train" / shard_name(0)
     shard.mkdir(parents=True)
     np.array([id for ids in episodes for id in ids], dtype="<u2").tofile(shard / TOKENS)
@@ -87,7 +87,7 @@ def write_plain_files(target: Path, episodes: Sequence[Sequence[int]], masks: Se
 
 
 def talks(seed: int, count: int, *, longest: int = 30, vocab_size: int = 1000) -> Rows:
-    """Make conversations of one segment each, with 2 to `longest` tokens; every second span is trained on."""
+    """Return `count` rows with one segment and 2 to `longest` tokens each; the second span of each row is trained."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, longest + 1, count)
     table = np.zeros(2 * count, dtype=SPAN)

@@ -1,7 +1,7 @@
-"""Object stores on this machine, as fixtures: one server per test process, a new bucket per test.
+"""Pytest fixtures that run object stores on this machine: one server per test process, and a new bucket per test.
 
-`s3` (moto) sets the environment as a user would, so that URLs work in chatmill and in the processes that a test starts.
-Fixtures with a wider scope than one test use `s3_server` and `server.in_environment()`.
+The fixture `s3` (moto) sets the environment variables that a user would set, so that URLs work in chatmill and in the
+processes that a test starts. Fixtures with a wider scope than one test use `s3_server` and `server.in_environment()`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def started(program: str, *words: str) -> Iterator[int]:
 
 
 def forget_connections() -> None:
-    """Clear the file systems that fsspec caches, because they keep the environment in which they were created."""
+    """Clear fsspec's cache, because cached file systems keep the environment variables they were created with."""
     _settings[-1] = None
     if "fsspec" not in sys.modules:
         return
@@ -70,7 +70,7 @@ def forget_connections() -> None:
 
 
 def _forget_connections_of_others(server: Server) -> None:
-    """Reconnecting takes 0.25 seconds, so connections to the same server are kept."""
+    """Drop connections to other servers; keep connections to this server, because reconnecting takes 0.25 seconds."""
     if _settings[-1] != server:
         forget_connections()
     _settings[-1] = server

@@ -1,7 +1,7 @@
 """The token width of another program's dataset is detected if it is unambiguous, and otherwise must be given.
 
-Datasets are written with plain numpy, as the scripts of the specification would. Expected values are computed from the
-written arrays.
+The tests write datasets with plain numpy, like the example scripts of the specification. Expected values are computed
+from the written arrays.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def test_batches_have_the_type_that_the_config_names(tmp_path):
 
 
 def test_a_dataset_written_by_the_specifications_script_opens(tmp_path):
-    """The format of https://github.com/chberclaz/MyPT: uint32, flat, with its own metadata schema."""
+    """The dataset format of https://github.com/chberclaz/MyPT: uint32 tokens, no shard folders, other metadata keys."""
     talks = [[50257, 10, 50258, 50275], [50259, 7, 8, 50260, 50275]]
     tokens, masks, episodes = [], [], []
     for talk in talks:

@@ -31,7 +31,7 @@ JSON = ("config.json", "generation_config.json")
 
 
 def opened(world: World, settings: dict[str, Any], compute: torch.dtype | None = None) -> CausalModel:
-    """Load the model of a config in shards. Before loading, only adapters have storage."""
+    """Load the model of a config in shards. Before the weights are loaded, only LoRA adapters have storage."""
     made = open_for_shards(config(parallel="fsdp", **settings), VOCAB, compute=compute, world=world)
     assert made.note is None, made.note
     assert all(each.is_meta or "lora_" in name for name, each in made.model.named_parameters())

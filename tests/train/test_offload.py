@@ -22,7 +22,7 @@ COUNTS = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 64}
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    """Enable offloading on the CPU, where streams do nothing."""
+    """Enable activation offloading on the CPU, so that the tests run without a GPU."""
     monkeypatch.setattr(ActivationOffload.__init__, "__kwdefaults__", {"device_types": ("cpu",)})
 
 
@@ -40,7 +40,7 @@ def copies(monkeypatch) -> list[str]:
 
 
 def gpt2() -> HFModel:
-    """Return a model with dropout, whose masks must be the same in the forward pass and in the recomputation."""
+    """Return a model with dropout; the dropout masks must be the same in the forward pass and in the recomputation."""
     torch.manual_seed(0)
     return HFModel(GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **COUNTS)).train())
 

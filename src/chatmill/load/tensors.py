@@ -11,9 +11,10 @@ from chatmill.load.batch import Batch, split_batches
 
 
 class Tensors:
-    """Converts arrays to tensors. For a GPU, tensors are pinned and copied on a separate stream.
+    """Converts batches of numpy arrays to tensors. If the device is a GPU, tensors are pinned and copied on a separate
+    CUDA stream.
 
-    A call returns the converted batches, and None or a function that the loader calls before it returns a batch. The
+    A call returns the converted batches and, for a GPU, a function that the loader calls before it returns a batch. The
     function makes the current stream wait for the copy, and keeps the memory allocated until that stream has finished.
     """
 

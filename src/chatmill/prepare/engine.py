@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 class Engine(Protocol):
     def run(self, units: Sequence[Unit], job: Job, renderer: Renderer, folder: Path) -> Generator[Done, None, None]:
-        """Run all units and yield their results in order; raise the first error in that order.
+        """Run all units and yield their results in order; if units fail, raise the error of the first failed unit.
 
         Once the generator is closed, no worker writes to the folder.
         """
@@ -71,7 +71,7 @@ class LocalEngine:
 
     @property
     def writes_shards(self) -> bool:
-        """Whether `write_shards` may be called: it forks, so no other thread may be running."""
+        """Whether to use `write_shards`, which forks and is safe only if no other thread is running."""
         return self.workers > 1 and threading.active_count() == 1
 
     def write_shards(
@@ -133,7 +133,7 @@ _work: Callable[[Any], Any] | None = None
 
 
 def _start_worker(work: Callable[[Any], Any], watched: list[int], held: int) -> None:
-    """Worker init: ignore SIGINT, and exit when the other end of a watched pipe is closed."""
+    """Initialize a worker process: ignore SIGINT, and exit when the other end of a watched pipe is closed."""
     global _work
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)

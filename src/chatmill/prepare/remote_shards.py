@@ -1,4 +1,4 @@
-"""Write the shards of a remote dataset from units that are staged in an object store; runs on any machine.
+"""Write the shards of a remote dataset from rendered units in an object store; this can run on any machine.
 
 The needed rows are first copied to a temporary folder, so memory use does not grow with the size of the shards.
 """
@@ -38,7 +38,7 @@ def write_remote_shards(plans: Sequence[ShardPlan], target: RemoteTarget, *, voc
 
 
 def _copied(plans: Sequence[ShardPlan], folder: Path) -> Iterator[ShardPlan]:
-    """Copy the needed rows to local files, and yield the plans with these files instead of the staged objects."""
+    """Copy the needed rows to local files, and yield the shard plans with these files instead of the staged objects."""
     parts: dict[StagedFile, list[Numbers]] = {}
     for plan in plans:
         for here in by_file(plan.of):
@@ -54,7 +54,9 @@ def _copied(plans: Sequence[ShardPlan], folder: Path) -> Iterator[ShardPlan]:
 
 
 def _copy_rows(file: StagedFile, wanted: Numbers, path: Path) -> None:
-    """Copy the given rows of a staged object to a local staged file; the rows must be in ascending order."""
+    """Copy the rows with the given indices from a staged object to a local file; the indices must be in ascending
+    order.
+    """
     assert isinstance(file.path, Url)
     head = StagedHead(objects.read(file.path, 0, file.head_size), lines_before=file.lines_before)
     first, stop = int(wanted[0]), int(wanted[-1]) + 1

@@ -1,6 +1,7 @@
-"""Split a file into units, one per record: lines, array elements, or conversations of a transcript stream.
+"""Split a file into unparsed records: lines, array elements, or conversations of a transcript stream.
 
-A unit over the size limit is truncated just above the limit: memory stays bounded, and the parser rejects the unit.
+A record over the size limit is truncated to slightly more than the limit, so that memory use is bounded and the parser
+still rejects the record.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def blocks(
     size: int = BLOCK,
     log: ReadLog | None = None,
 ) -> Iterator[bytes]:
-    """Yield the lines in bytes [start, stop) in blocks. `start` and `stop` are line starts, as returned by `cut`."""
+    """Yield the bytes [start, stop) of a file in blocks of whole lines. `start` and `stop` must be at line starts, as
+    returned by `cut`.
+    """
     held = bytearray()
     with open_bytes(path, log=log, start=start, stop=stop) as file:
         left = 2**63 if stop is None else stop - file.tell()
@@ -82,7 +85,9 @@ def is_blank(line: bytes) -> bool:
 
 
 def cut(path: Place, *, size: int, end: int) -> Iterator[tuple[int, int]]:
-    """Split the first `end` bytes of a file at line ends, into pieces (start, stop) of at least `size` bytes."""
+    """Split the first `end` bytes of a file at line ends, and yield byte ranges (start, stop). All ranges except the
+    last have at least `size` bytes.
+    """
     if isinstance(path, Url):
         yield from _cut_object(path, size=size, end=end)
         return
@@ -97,7 +102,7 @@ def cut(path: Place, *, size: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut_object(url: Url, *, size: int, end: int) -> Iterator[tuple[int, int]]:
-    """Like `cut`, but for a file in an object store; the ends of all pieces are requested in parallel."""
+    """Like `cut`, but for a file in an object store; parallel requests search for the line ends."""
     least = range(size - 1, end - 1, size)
     stops = in_threads(lambda at: _line_end(url, at, end), least, here=url.scheme == "memory")
     start = 0
@@ -116,7 +121,7 @@ def _line_end(url: Url, at: int, end: int) -> int:
 
 
 def conversations(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog | None = None) -> Units:
-    """Yield the first line number and the text of each conversation in a stream; skip blank conversations."""
+    """Yield the first line number and the text of each conversation in a transcript stream; skip blank ones."""
     held, searched, overlong, line = bytearray(), 0, False, 1
     with open_bytes(path, log=log) as file:
         while data := file.read(chunk):
@@ -141,7 +146,7 @@ def conversations(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog 
 
 
 def _piece(held: bytearray, end: int, line: int, limit: int) -> Units:
-    """Yield the text before `end` without leading whitespace, and the line of its first character."""
+    """Yield the line number and the text of a conversation without leading whitespace, unless it is blank."""
     text = bytes(held[: min(end, limit + 1)])
     begin = len(text) - len(text.lstrip())
     if begin < len(text):
@@ -162,7 +167,7 @@ def _skip_line(file: BinaryIO) -> int:
 
 
 def is_array(path: Place, *, limit: int) -> bool:
-    """Whether a .jsonl file is one JSON array."""
+    """Whether a .jsonl file contains a single JSON array of records."""
     with closing(lines(path, limit=limit)) as numbered:
         try:
             _, first = next(numbered, (0, b""))
@@ -179,7 +184,7 @@ def is_array(path: Place, *, limit: int) -> bool:
 
 
 def elements(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog | None = None) -> Units:
-    """Yield the records of a `.json` file, which contains an array, one object, or lines."""
+    """Yield the records of a `.json` file, which can contain a JSON array, a single object, or one object per line."""
     with open_bytes(path, log=log) as file:
         line = 1
         while (first := file.read(1)) and first in _SPACE:
@@ -197,7 +202,7 @@ def elements(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog | Non
 
 
 def _elements(file: BinaryIO, line: int, *, limit: int, chunk: int) -> Units:
-    """Yield the line and the text of each element of an array; the file position is after the `[`.
+    """Yield the line number and the text of each array element; the file must be positioned after the opening `[`.
 
     {"a": 1}, {"b": [2, 3]} ]  ->  {"a": 1}  ·  {"b": [2, 3]}
     """
@@ -222,7 +227,9 @@ def _elements(file: BinaryIO, line: int, *, limit: int, chunk: int) -> Units:
 
 
 def _pieces(file: BinaryIO, chunk: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield pieces of array elements, with the comma or bracket after the last piece of an element."""
+    """Yield (text, delimiter) pairs: the delimiter is the comma or bracket after an element, or empty if the element
+    continues.
+    """
     depth, held = 0.0, b""
     in_string = False
     while data := file.read(chunk):

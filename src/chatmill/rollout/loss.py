@@ -1,6 +1,6 @@
 """The loss on rollout targets.
 
-Text tokens use cross entropy. Coordinate tokens are positions on an axis, and use three loss terms:
+The loss on text tokens is cross entropy. Coordinate tokens represent positions on an axis; their loss has three terms:
 
     soft         cross entropy to a Gaussian around the true position, over the coordinate tokens
     wasserstein  Wasserstein-1 distance to the same Gaussian, on an axis of length 1
@@ -41,7 +41,7 @@ class TermWeights:
 
 
 class TermLosses(NamedTuple):
-    """The loss in total, per position and per loss term."""
+    """The total loss, the loss at each position, and the sum of each loss term."""
 
     total: Tensor
     """The weighted sum over all positions and terms."""
@@ -72,7 +72,7 @@ class Axis(NamedTuple):
 def rollout_loss(
     logits: Tensor, ids: Tensor, weights: Tensor, *, axis: Axis | None, term_weights: TermWeights
 ) -> TermLosses:
-    """Return the loss of logits of shape (positions, vocabulary); without `axis`, all targets are text."""
+    """Compute the loss from logits of shape (positions, vocabulary); without `axis`, all targets are text tokens."""
     logits = logits.float()
     log_total = torch.logsumexp(logits, dim=1)
     places = torch.full_like(ids, -1) if axis is None else axis.places[ids]
@@ -111,7 +111,7 @@ class RolloutLoss:
 
 
 def gaussian(places: Tensor, size: int, sigma: float) -> Tensor:
-    """Return a Gaussian around each position, normalized over the axis."""
+    """Return a discrete Gaussian around each position, normalized over the axis."""
     along = torch.arange(size, device=places.device)
     heights = torch.exp(-0.5 * ((along - places[:, None]) / sigma) ** 2)
     return heights / heights.sum(1, keepdim=True)

@@ -120,7 +120,7 @@ class RowComparison:
 
 @dataclass(frozen=True)
 class Clues:
-    """Information that is not in the spans of a record, used to explain differences."""
+    """Information about a record that helps to explain differences and is not in its spans."""
 
     record: Record
     text: TokenText

@@ -1,4 +1,4 @@
-"""The turns and segments of a row, with their origins and trained tokens."""
+"""Describe the segments, turns and spans of a row for display, with their origins and trained tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def trained_tokens(row: Rows) -> int:
 
 
 class Origin(NamedTuple):
-    """The origin of a segment; unknown fields are None."""
+    """The input file, line number and source of a segment; unknown fields are None."""
 
     file: str | None
     line: int | None
@@ -71,8 +71,8 @@ def segment_json(row: Rows, segment: int) -> dict[str, Any]:
 
 
 def place_name(row: Rows, segment: int | None = None, *, unrolled: bool = False, limit: int = 200) -> str:
-    """Return the file:line of a segment, or the number of segments of a packed row. With `unrolled`, also return the
-    index of the last message.
+    """Return `file:line` for a segment, or the number of segments if `segment` is None and the row is packed. If
+    `unrolled` is true, the index of the last message is included.
     """
     if segment is None and len(row.origins) != 1:
         return f"{len(row.origins)} segments"
@@ -105,7 +105,9 @@ def is_padding(row: Rows, segment: int) -> bool:
 
 @dataclass(frozen=True)
 class SpanView:
-    """Tokens [start, stop) of a row. `target` is the label of all tokens, or None if each token is its own label."""
+    """A span with the tokens [start, stop) of a row. `target` is the label of every token in the span, or None if each
+    token is its own label.
+    """
 
     start: int
     stop: int
@@ -142,7 +144,7 @@ def span_views(row: Rows, first: int = 0, last: int | None = None) -> Iterator[S
 
 
 def row_json(row: Rows) -> dict[str, Any]:
-    """Return one row as JSON values."""
+    """Return a row as a dict that can be serialized to JSON."""
     return {
         "segments": [segment_json(row, segment) for segment in range(len(row.origins))],
         "ids": row.ids.tolist(),
@@ -153,7 +155,7 @@ def row_json(row: Rows) -> dict[str, Any]:
 
 
 def _spans_json(row: Rows) -> Iterator[dict[str, Any]]:
-    """Yield the same spans as `span_views`, but faster."""
+    """Yield the spans of a row as dicts for JSON; faster than `span_views`."""
     names = ("role", "part", "rule", "message", "weight", "target")
     columns = [row.spans[name].tolist() for name in names]
     starts = row.span_start.tolist()
@@ -218,7 +220,7 @@ def turns(row: Rows, segment: int) -> Iterator[MessageTurn]:
 
 
 def turn_name(row: Rows, turn: MessageTurn, text: TokenText) -> str:
-    """Return the role and index of a message, or a description of tokens outside messages."""
+    """Return a name for a turn: the role and index of its message, or a description of tokens outside messages."""
     role, number = turn.role.name.lower(), "" if turn.message is None else f" {turn.message}"
     if turn.role != Role.NONE and turn.message is not None:
         return role + number
@@ -248,7 +250,7 @@ def _defines_tools(row: Rows, span: SpanView, text: TokenText) -> bool:
 
 
 def preview(row: Rows, text: TokenText, limit: int = 80) -> str:
-    """Return the beginning of the first user message on one line; without a user message, use other text."""
+    """Return the beginning of the first user message or, without a user message, of other text, on one line."""
     spans = row.spans
     is_text = np.isin(spans["part"], (Part.CONTENT, Part.PREFIX, Part.VALUE))
     for chosen in (is_text & (spans["role"] == Role.USER), is_text, np.ones(len(spans), dtype=np.bool_)):

@@ -43,7 +43,7 @@ class LongRow:
 
 @dataclass(frozen=True)
 class RowFill:
-    """The share of tokens that are not padding at one block size, with one episode per row and with packing."""
+    """The fraction of tokens that are not padding for one block size, with one episode per row and with packing."""
 
     block_size: int
     alone: float
@@ -80,7 +80,7 @@ class SplitStats:
         return self.trained / self.tokens if self.tokens else 0.0
 
     def quantile(self, share: float) -> int:
-        """Return a quantile of the row lengths, such as the median for a share of 0.5."""
+        """Return a quantile of the row lengths, such as the median if `share` is 0.5."""
         if not self.rows:
             return 0
         rows_up_to = np.cumsum(self.length_counts)
@@ -161,7 +161,7 @@ def _count(
     *,
     segments: bool = False,
 ) -> None:
-    """Add the tokens and trained tokens of each role, rule or source (`codes`) to the table, under its name."""
+    """Add the numbers of tokens and trained tokens of each role, part, rule or source to `table`, by name."""
     occurrences = np.bincount(codes)
     token_sums, trained_sums = (np.bincount(codes, weights=values) for values in (tokens, trained))
     for code in np.flatnonzero(occurrences).tolist():
@@ -184,7 +184,7 @@ def _add_longest(stats: SplitStats, rows: Rows, length: Index, trained: Index) -
 
 
 def _fill(episodes: Episodes, block_size: int) -> RowFill:
-    """Pack episodes in stored order into rows of block_size + 1 tokens, with the loader's algorithm."""
+    """Compute how full rows of block_size + 1 tokens are, with and without the loader's packing."""
     capacity, tokens, rows, cut = block_size + 1, 0, 0, 0
     for start in range(0, len(episodes), WINDOW):
         length = episodes.lengths_of(np.arange(start, min(len(episodes), start + WINDOW)))

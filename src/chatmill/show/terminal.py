@@ -76,9 +76,9 @@ def conversation_title(row: Rows, split: str, episode: int, *, unrolled: bool = 
 
 
 def conversation_lines(row: Rows, text: TokenText, *, plain: bool, unrolled: bool = False) -> Iterator[Text]:
-    """Yield the lines of an episode.
+    """Yield the lines that show an episode turn by turn.
 
-    With `plain`, trained text is in brackets, and brackets in the text are escaped.
+    If `plain` is true, trained text is in brackets, and brackets in the text are escaped.
     """
     count = len(row.origins)
     for segment in range(count):
@@ -113,7 +113,7 @@ def _heading(turn: MessageTurn, name: str) -> Text:
 def _body(row: Rows, turn: MessageTurn, text: TokenText, *, plain: bool) -> Text:
     """Return the text of a turn.
 
-    Adjacent spans with the same weight share brackets; a weight other than 1 follows the brackets.
+    Adjacent spans with the same weight are in one pair of brackets; a weight other than 1 is shown after the brackets.
     """
     body, weight = Text(), 0.0
 

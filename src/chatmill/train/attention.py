@@ -124,7 +124,7 @@ def kernel_options(q: Tensor) -> dict[str, int] | None:
 
 @cache
 def _compiled_flex() -> Callable[..., Tensor]:
-    """Return compiled FlexAttention; eager FlexAttention would materialize all scores."""
+    """Compile FlexAttention, because eager FlexAttention would materialize all attention scores."""
     # FlexAttention is compiled once per shape. By default, torch compiles only eight shapes and runs all others
     # eagerly.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_SHAPES)

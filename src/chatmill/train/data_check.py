@@ -33,7 +33,9 @@ LOWEST_PRIORITY = 19
 
 
 class DataCheck:
-    """Hashes this rank's share of the data files on its node. All ranks must call each method at the same step."""
+    """Hashes the data files of a run; the ranks on a node divide the files among themselves. All ranks must call each
+    method at the same step.
+    """
 
     def __init__(self, loader: EpisodeLoader) -> None:
         rank, ranks = (
@@ -65,10 +67,11 @@ class DataCheck:
         return self._thread is not None and self._thread.is_alive()
 
     def follow(self, saved: Path | None, at: Cursor, *, all_done: bool) -> None:
-        """Record the end of a pass once all ranks have finished it, and start a new pass in each epoch.
+        """Start a pass over the data files in each epoch; once all ranks have finished it, record the verified
+        checkpoint.
 
-        `saved` is the newest checkpoint. If the data order has no epochs, a new pass starts after as many
-        rows as there are eligible episodes.
+        `saved` is the newest checkpoint. If the data order has no epochs, a new pass starts each time the run has
+        loaded as many rows as there are eligible episodes.
         """
         if self._thread is not None and all_done:
             self._thread.join()
@@ -82,7 +85,9 @@ class DataCheck:
             self._thread.start()
 
     def check_at_end(self, folder: Path, step: int, world: World) -> None:
-        """Check all files before a run writes its last checkpoint. If a file has changed, `stop` raises an error."""
+        """Check all files before a run writes its last checkpoint. If a file has changed, call `stop`, which raises
+        `DataError`.
+        """
         try:
             world.together(self.check)
         except ChatmillError:

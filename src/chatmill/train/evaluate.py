@@ -55,14 +55,14 @@ class Evaluation(NamedTuple):
         return f"{shown} ({losses_by_source(self.sources)})" if self.sources else shown
 
     def metrics(self) -> dict[str, float | None]:
-        """Return the values to log: `val_loss`, and `val_loss/NAME` for each source."""
+        """Return the metrics to log, such as `val_loss`, and `val_loss/NAME` for each source of a mix."""
         values = {"val_loss": self.loss, "val_perplexity": self.perplexity, "val_trained": self.trained}
         for name, of_source in self.sources.items():
             values |= {f"val_loss/{name}": of_source.loss, f"val_trained/{name}": of_source.trained}
         return values
 
     def by_source(self, sources: Sequence[DataSource]) -> dict[str, Mapping[str, float | None] | None]:
-        """Return the loss of each source in a mix, or None for a source that was not evaluated."""
+        """Return the loss, perplexity and number of trained tokens of each source in a mix (None if not evaluated)."""
         parts = {
             name: {"loss": each.loss, "perplexity": each.perplexity, "trained": each.trained}
             for name, each in self.sources.items()
@@ -117,7 +117,7 @@ def evaluate(
 
 
 def val_notes(loader: EpisodeLoader) -> list[str]:
-    """Return a note about the sources without episodes in val, if any."""
+    """Return a note that lists the sources without episodes in the val split, if any."""
     evaluated = loader.sources_of("val")
     if not evaluated:
         return [f"{loader.dataset_dir} has no episodes in val; the run does not compute a val loss"]
@@ -156,8 +156,8 @@ class Samples:
         return [ScoredAnswer(prompt, ids, "") for prompt, ids in zip(self._prompts, answers, strict=True)]
 
     def rates(self, answers: Sequence[ScoredAnswer]) -> Mapping[str, float]:
-        """Return the fraction of exact answers and the fraction of answers that end with an end token. Return an empty
-        mapping if there are no answers.
+        """Return the fraction of answers that equal the expected answer, and the fraction that end with an end token.
+        Return an empty mapping if there are no answers.
         """
         if not answers:
             return {}

@@ -21,7 +21,7 @@ def head_size(config: Any) -> int:
 def registered_flash() -> str:
     """Register FlashAttention 4 as an attention function; return its name in transformers.
 
-    If the name contained `flash`, transformers would look for a package of this name.
+    The name must not contain `flash`, because transformers would then look for a package of this name.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

@@ -65,7 +65,7 @@ def check_optimizer(state: Mapping[str, Any], settings: OptimizerConfig, place: 
 
 
 def state_fault(kind: str, values: Tensor, *, steps: int) -> str | None:
-    """Return why these values are invalid after `steps` steps, or None if they are valid."""
+    """Return why a tensor of the optimizer state is invalid after `steps` steps, or None if it is valid."""
     if not values.is_floating_point():
         return None
     if not bool(values.isfinite().all()):

@@ -46,7 +46,7 @@ has_joined = False
 
 @contextmanager
 def join_group(backend: str, rank: int, size: int, *, timeout: timedelta) -> Iterator[None]:
-    """Join a process group of all ranks. If one rank is lost, the other ranks end within seconds."""
+    """Join a process group of all ranks. If one rank fails or is unreachable, the other ranks exit within seconds."""
     global has_joined
     has_joined = has_joined or size > 1
     watch: RankWatch | None = None

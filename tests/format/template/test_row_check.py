@@ -18,7 +18,7 @@ TEMPLATE_NAMES = ("qwen2_5", "llama3", "gemma3", "phi3", "cohere", "deepseek_r1_
 
 
 def renderer_of(name: str) -> TemplateRenderer:
-    """Clear the cache, so that rows are derived by the patched code instead of replayed."""
+    """Return a renderer with an empty trace cache, so that the patched code derives every row."""
     renderer = opened(name)
     renderer._cache.clear()
     return renderer

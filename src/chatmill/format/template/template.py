@@ -29,7 +29,7 @@ FAILS_ALWAYS = "change the template, which fails even for one question and one a
 
 
 class ChatTemplate:
-    """A chat template with its variables. Renders a conversation or its first messages."""
+    """A chat template and its variables. Renders a whole conversation, or only its first messages."""
 
     def __init__(
         self,
@@ -60,11 +60,13 @@ class ChatTemplate:
         return "".join(self._plain.run(*self._arguments(given, messages, prompt)))
 
     def trace(self, given: TemplateInput, messages: int | None = None, *, prompt: bool = False) -> Rendering:
-        """Like `render`, but return pieces with their origins. `given` must come from `traced_input`."""
+        """Like `render`, but return pieces with their origins. `given` must have been created by `traced_input`."""
         return self._traced.trace(*self._arguments(given, messages, prompt))
 
     def headers(self, token: re.Pattern[str]) -> Headers:
-        """Return the headers that the template outputs in a plain conversation; `token` matches control tokens."""
+        """Return the headers that the template outputs for a test conversation; the pattern `token` matches control
+        tokens.
+        """
         if self._headers is None:
             given, words = plain_input(TURNS, self.style), [message.content for message in TURNS.messages]
             self._headers = template_headers(
@@ -84,7 +86,7 @@ class ChatTemplate:
         return variables, meter_for(given.characters, len(chosen), self.deadline)
 
     def _find_style(self) -> Style:
-        """Return the form in which the template expects contents and tool calls.
+        """Return the format in which the template expects message contents and the arguments of tool calls.
 
         Inference servers pass the arguments of a tool call as an object. The arguments are passed as a string if the
         template fails on an object, drops it, or outputs its Python repr.
@@ -101,7 +103,7 @@ class ChatTemplate:
         return Style(parts)
 
     def _written(self, record: Record, style: Style) -> str:
-        """Return the rendering of a probe, or "" if the template fails or drops contents or tool calls."""
+        """Render a test conversation; return an empty string if the template fails or drops contents or tool calls."""
         try:
             text = self.render(plain_input(record, style))
         except RecordError:
@@ -114,8 +116,8 @@ class ChatTemplate:
 
 
 def traced_input(record: Record, style: Style, trace: Trace) -> TemplateInput:
-    """Return the template variables with traced texts. The slots have the same order as the texts from
-    `shape_and_texts`.
+    """Return the template input for a record, with traced texts. Slots are numbered in the order in which
+    `shape_and_texts` returns the texts.
     """
     slots = iter(range(trace.num_slots))
 

@@ -1,4 +1,4 @@
-"""A cache of rendering traces, keyed by the shape of the conversations that can reuse them."""
+"""A cache of chat template traces, keyed by the structure of the conversations that can reuse them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ShapeKey = tuple[bool, bytes]
 
 @dataclass
 class CachedTrace:
-    """The trace of a rendering, and the layout for all conversations that match the trace."""
+    """A cached trace, and the token layout of all conversations that match the trace."""
 
     steps: tuple[ReadyStep, ...]
     laid_out: LaidOut
@@ -49,7 +49,9 @@ class CachedTrace:
     uses: int = 0
 
     def use(self) -> bool:
-        """Count a use, and return whether to compare the trace with the template: on use 1, 2, 4, 8, and so on."""
+        """Count a use of the trace; on uses 1, 2, 4, 8 and so on, return true, so that the trace is checked against the
+        template.
+        """
         self.uses += 1
         return not self.uses & (self.uses - 1)
 
@@ -57,7 +59,7 @@ class CachedTrace:
 def cached_trace(
     steps: Sequence[TraceStep], laid_out: LaidOut, num_texts: int, text_tokens: ControlTokens, encoder: ControlEncoder
 ) -> CachedTrace:
-    """Return the trace to cache for a conversation with `num_texts` texts."""
+    """Return the trace to cache for a conversation with `num_texts` text fields."""
     simple = simple_sections(laid_out.layout, num_texts, text_tokens, encoder)
     merged = merge_guards(steps, num_texts)
     guards_of_texts = [step for step in merged if step.is_guard and all(slot < num_texts for slot in step.slots)]
@@ -94,7 +96,7 @@ class TraceCache:
         return None
 
     def plain(self, key: ShapeKey) -> CachedTrace | None:
-        """Return the trace shared by all conversations of a shape that have no empty texts, or None."""
+        """Return the trace that matches all conversations with this structure and without empty texts, or None."""
         return self._plain.get(key)
 
     def may_add(self, key: ShapeKey, num_messages: int) -> bool:
@@ -110,7 +112,9 @@ class TraceCache:
         self._plain[key] = first if first is not None and first.is_plain else None
 
     def _may_recur(self, key: ShapeKey) -> bool:
-        """Whether a shape is likely to recur: it consists only of roles, or it has occurred before."""
+        """Whether the structure of a conversation is likely to recur: it consists only of roles, or has occurred
+        before.
+        """
         hashed = hash(key)
         met = hashed in self._met_shapes
         if len(self._met_shapes) < MAX_SHAPES:

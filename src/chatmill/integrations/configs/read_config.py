@@ -63,7 +63,7 @@ def _parse_json(data: bytes, name: str) -> Any:
 
 
 def _check_size(table: Mapping[Any, Any], name: str) -> None:
-    """Reject too many values, deep nesting, non-finite numbers and lone surrogates."""
+    """Raise `DataError` for too many values, deep nesting, non-finite numbers or lone surrogates."""
     left: list[tuple[Any, int]] = [(table, 0)]
     count = 0
     while left:

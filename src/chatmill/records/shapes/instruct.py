@@ -10,12 +10,12 @@ from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord
 
 
 def alpaca(record: Object) -> ParsedRecord:
-    """Parse `system`, `history`, `instruction`, `input` and `output`."""
+    """Parse a record with the keys `system`, `history`, `instruction`, `input` and `output`."""
     return fields.read_record(record, _alpaca_messages)
 
 
 def dolly(record: Object) -> ParsedRecord:
-    """Parse `system`, `instruction`, `context` and `response`."""
+    """Parse a record with the keys `system`, `instruction`, `context` and `response`."""
     return fields.read_record(record, lambda record: fields.system(record) + _exchange(record, "context", "response"))
 
 

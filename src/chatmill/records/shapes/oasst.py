@@ -1,6 +1,6 @@
 """The `oasst1` shape: message trees, each read as the conversation along the best-ranked replies.
 
-A tree is one object, or flat messages on consecutive lines, which `grouped` joins into a JSON list.
+A tree is stored as one JSON object, or as one message per line, which `grouped` joins into a JSON list.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def parse(record: Any) -> ParsedRecord:
 
 
 def _conversation(tree: Object, root: Any, replies: dict[str, list[Object]], *, messages: list[Object]) -> ParsedRecord:
-    """Return the conversation along the best replies, with the unread keys of all messages."""
+    """Return the conversation along the best-ranked replies, with the unread keys of all messages."""
 
     def read_messages(record: KeyReader) -> list[Message]:
         path = _best_path(root, replies)
@@ -98,7 +98,7 @@ def grouped(units: Iterable[tuple[int, bytes]], *, limit: int) -> Generator[tupl
 
 
 def _flat_tree(messages: list[Object]) -> tuple[Object, dict[str, list[Object]]]:
-    """Return the root of a group of flat messages, and the replies to each message."""
+    """Return the root message of a tree that is given as a list of messages, and the replies to each message."""
     replies: dict[str, list[Object]] = {}
     for index, message in enumerate(messages):
         name = _fields(f"message {index}", message).text("message_id")

@@ -23,10 +23,10 @@ def report_pages(
     write: Callable[[str, str], None],
     note: Callable[[str], None],
 ) -> None:
-    """Write a report page for each dataset. `write` gets the file name and the page, and `note` prints why a page is
-    missing.
+    """Write a report page for each dataset. `write` is called with the file name and the HTML of each page, and `note`
+    with the reason if a page is not written.
 
-    Pages are written after training, and an error in a page does not make the run fail.
+    Pages are written after training, and an error while writing a page does not make the run fail.
     """
     if report_page is None:
         note("trackers get no report page about the data; use `chatmill train` to report the page")

@@ -79,7 +79,7 @@ def unmarked(text: TracedStr) -> TracedStr:
 
 
 def escaped(text: str) -> TracedMarkup:
-    """Return a text with HTML escaped, or unchanged if it is safe."""
+    """Escape the HTML characters of a text; return a text that is marked as safe unchanged."""
     if isinstance(text, TracedMarkup):
         return text
     if not isinstance(text, str):
