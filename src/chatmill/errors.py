@@ -1,4 +1,4 @@
-"""Errors. Each message states where the problem is, what is wrong, and what is expected.
+"""Error classes. Each error message states where the problem is, what is wrong, and what is expected.
 
 Every error that a user can cause is a `ChatmillError` with a one-line message. The command line prints the message and
 exits with `exit_code`; a traceback is always a bug in chatmill.
@@ -40,13 +40,13 @@ class UsageError(ChatmillError):
 
 
 class DataError(ChatmillError, ValueError):
-    """Invalid data. `DataError` is a subclass of `ValueError`, which public functions are documented to raise."""
+    """Invalid data. `DataError` is a subclass of `ValueError`, so `except ValueError` also catches it."""
 
 
 class RecordError(DataError):
     """An invalid record. The error message has the form `file:line (id=…): what; right`.
 
-    Rejected records are written with the reason `what`, and counted by `kind`.
+    The rejects file stores `what` and `right` as the reason, and the ledger counts rejected records by `kind`.
     """
 
     def __init__(self, what: str, right: str, *, kind: str) -> None:
@@ -61,7 +61,7 @@ class RecordError(DataError):
         """The beginning of the record, as in the file."""
 
     def at(self, file: str, line: int, id: str | None = None) -> RecordError:
-        """Add the file and line, which only the code that reads the file knows."""
+        """Set the file, the line and the record id of the error, and return the error."""
         self.file, self.line, self.id = file, line, id
         return self
 
@@ -104,8 +104,8 @@ def _escaped(run: str, keep: str) -> str:
 def name_file(error: OSError) -> OSError:
     """Add the file name to an `OSError` that has none.
 
-    Errors of reading, mapping or closing an open file do not contain the file name. A missing name is taken from a
-    `Path` in the local variables of the traceback, innermost frame first.
+    An `OSError` raised while reading, mapping or closing an open file does not contain the file name. The name is taken
+    from the first `Path` in the local variables of the traceback, starting with the innermost frame.
     """
     if error.filename is None and error.errno is not None:
         frames = [frame.f_locals.values() for frame, _ in walk_tb(error.__traceback__)]

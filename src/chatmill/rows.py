@@ -1,12 +1,12 @@
-"""Rows: token ids with a table of spans, which record the part, the loss weight and the rule of every token.
+"""`Rows` stores token sequences with a table of spans; each span gives its tokens a role, a part and a loss weight.
 
     ids       u32[N]                 all tokens of all rows, flat
     spans     SPAN[P]                tile the ids: length, role, part, message, weight, target, rule
     segments  first_span i64[G+1]    one conversation each (padding is a segment too), with its origin
     rows      first_segment i64[R+1]
 
-The loss mask, positions and segment ids are derived from the spans. Rendered conversations, packed rows, blocks and
-rollout targets are all `Rows`.
+The loss mask, position ids and segment ids are computed from the spans and segments. Rendered conversations, packed
+rows, fixed-size blocks and rollout targets are all stored as `Rows`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Part(IntEnum):
 
 
 class Rule(IntEnum):
-    """Why a span has its weight. `reweigh` changes only spans with the rule ROLE."""
+    """The reason for the loss weight of a span. `Rows.reweigh` changes only the weights of spans with `Rule.ROLE`."""
 
     ROLE = 0
     """The role and `train_on` set the weight: by default, assistant turns are trained and other turns are context."""
@@ -137,7 +137,7 @@ ORIGIN = np.dtype([("file", "<u4"), ("line", "<u8"), ("key", "<u8", (2,))])
 
 
 class File(NamedTuple):
-    """A file of conversations: the name of its source in the mix, and its path as given."""
+    """An input file: the name of the data source that it belongs to, and its path as the user gave it."""
 
     source: str
     path: str
@@ -145,7 +145,7 @@ class File(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of tokens, with a table of spans that record the part, the loss weight and the rule of every token.
+    """Token sequences with a table of spans; each span gives its tokens a role, a part and a loss weight.
 
     >>> rows = open_renderer("primer", "bytes").render([Record([Message("user", "hi"), Message("assistant", "yo")])])
     >>> rows.mask().astype(int).tolist()
@@ -203,18 +203,18 @@ class Rows:
     # Values per token.
 
     def per_token(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Repeat the value of each span for every token in it."""
+        """Repeat the value of each span for every token in the span."""
         return np.repeat(values, self.spans["length"])
 
     def weights(self) -> NDArray[np.float32]:
-        """Return the loss weight of each token; 0 means context."""
+        """Return the loss weight of each token; tokens with weight 0 are not trained."""
         return self.per_token(self.spans["weight"])
 
     def mask(self) -> NDArray[np.bool_]:
         return self.per_token(self.spans["weight"] > 0)
 
     def targets(self) -> NDArray[np.int64]:
-        """Return the label of each token: its own id, unless its span has another target."""
+        """Return the label of each token: the token id itself, or the target of its span if the span has a target."""
         target = self.per_token(self.spans["target"])
         return np.where(target == OWN_ID, self.ids.astype(np.int64), target.astype(np.int64))
 
@@ -223,7 +223,7 @@ class Rows:
         return run_positions(np.diff(self.segment_start))
 
     def segments(self) -> Index:
-        """Return the segment of each token, counted from 0 in each row."""
+        """Return the segment index of each token; segments are numbered from 0 in each row."""
         return np.repeat(run_positions(np.diff(self.first_segment)), np.diff(self.segment_start))
 
     # Operations.
@@ -244,17 +244,19 @@ class Rows:
         )
 
     def reweigh(self, train_on: TrainOn) -> Rows:
-        """Return the rows with new weights by role; weights set by other rules do not change.
+        """Return the rows with loss weights recomputed for `train_on`; only spans with `Rule.ROLE` change.
 
-        A conversation keeps its record weight if one of its tokens is trained by role. Otherwise, the record weight is
-        not stored in the rows and is assumed to be 1.
+        A conversation keeps its record weight if at least one of its spans with `Rule.ROLE` is trained. Otherwise, the
+        record weight cannot be recovered from the rows and is assumed to be 1.
         """
         spans = joined([self.spans])
         weigh(spans, self.first_span, train_on)
         return Rows(self.ids, spans, self.first_span, self.origins, self.first_segment, self.files)
 
     def check(self) -> None:
-        """Raise `DataError` unless rows, segments and spans cover all tokens exactly once."""
+        """Raise `DataError` if the rows are inconsistent, for example if the spans do not cover every token exactly
+        once.
+        """
         for name, first, count in (
             ("segments", self.first_span, len(self.spans)),
             ("rows", self.first_segment, len(self.origins)),
@@ -282,7 +284,7 @@ class Rows:
 
 
 def concat(parts: Sequence[Rows]) -> Rows:
-    """Concatenate several `Rows`; a file that occurs in several of them is listed only once."""
+    """Concatenate several `Rows` objects; an input file that occurs in more than one of them is listed only once."""
     if not parts:
         return EMPTY
     files = {file: number for number, file in enumerate(dict.fromkeys(f for part in parts for f in part.files))}
@@ -305,27 +307,27 @@ def concat(parts: Sequence[Rows]) -> Rows:
 
 
 def joined(tables: Sequence[Table]) -> Table:
-    """Concatenate tables of the same dtype.
+    """Concatenate structured arrays of the same dtype.
 
-    Bytes are copied, because numpy copies structured arrays field by field, which is ten times slower. Indexing with
-    brackets also copies field by field, so use `take` to select records.
+    The records are copied as raw bytes, because numpy copies structured arrays field by field, which is ten times
+    slower. Indexing a structured array with `[]` also copies field by field, so use `take` to select records.
     """
     dtype = tables[0].dtype
     return np.concatenate([as_bytes(table) for table in tables]).view(dtype)
 
 
 def as_bytes(table: Table) -> Table:
-    """Return a view of the records as opaque bytes."""
+    """Return a view of a structured array in which each record is one opaque byte string."""
     return np.ascontiguousarray(table).view(np.dtype((np.void, table.dtype.itemsize)))
 
 
 def weigh(
     spans: Table, first_span: Index, train_on: TrainOn, record_weights: NDArray[np.float32] | None = None
 ) -> None:
-    """Set the weight of every span that has the rule ROLE. Tool results are always context.
+    """Set the loss weight of every span with `Rule.ROLE`. Tool results always get weight 0.
 
-    `record_weights` contains the weight of each segment's record. By default, the current weight of the segment's
-    trained ROLE spans is used, or 1 if none of its ROLE spans is trained.
+    `record_weights` contains the weight of the record in each segment. Without `record_weights`, the record weight of a
+    segment is the largest weight of its spans with `Rule.ROLE`, or 1 if all these spans have weight 0.
     """
     decided = spans["rule"] == Rule.ROLE
     factor: NDArray[np.float32] | float = 1.0
@@ -338,7 +340,7 @@ def weigh(
 
 
 def select(spans: Table, first_span: Index, train_on: TrainOn) -> NDArray[np.bool_]:
-    """Return which spans `train_on` selects, regardless of their rule.
+    """Return a boolean mask of the spans that `train_on` selects, regardless of the rule of each span.
 
     `last` selects the last assistant message of each conversation; `last-exchange` selects all assistant messages after
     the last user message.
@@ -358,9 +360,9 @@ def select(spans: Table, first_span: Index, train_on: TrainOn) -> NDArray[np.boo
 
 
 def weights_by_role(spans: Table, first_span: Index) -> NDArray[np.float32]:
-    """Return the largest weight of the ROLE spans of each segment.
+    """For each segment, return the largest loss weight of its spans with `Rule.ROLE`.
 
-    The result is the weight of the segment's record, or 0 if no ROLE span is trained.
+    The largest weight equals the weight of the segment's record, or is 0 if no span with `Rule.ROLE` is trained.
     """
     counts = np.diff(first_span)
     largest = np.zeros(len(counts), dtype=np.float32)
@@ -371,7 +373,9 @@ def weights_by_role(spans: Table, first_span: Index) -> NDArray[np.float32]:
 
 
 def _last_message(spans: Table, first_span: Index, chosen: NDArray[np.bool_]) -> Index:
-    """For each span, return the highest message index of the chosen spans in its segment; -1 if none is chosen."""
+    """For each span, return the highest message index among the chosen spans of the same segment, or -1 if there are
+    none.
+    """
     counts = np.diff(first_span)
     last = np.full(len(counts), -1, dtype=np.int64)
     if len(spans):
@@ -391,8 +395,8 @@ def offsets(lengths: NDArray[Any]) -> Index:
 
 
 def run_positions(lengths: NDArray[Any], *, width: int = 0, dtype: DTypeLike = np.int64) -> NDArray[Any]:
-    """Return the positions 0, 1, 2 … in each run. With `width`, return rows of this width; no run may cross a row
-    boundary.
+    """Number the elements of consecutive runs from 0; `lengths` contains the length of each run. If `width` is given,
+    return a 2-D array with rows of this width; runs must not cross row boundaries.
 
     lengths [2 3]  ->  [0 1 0 1 2]
     """
@@ -406,7 +410,7 @@ def run_positions(lengths: NDArray[Any], *, width: int = 0, dtype: DTypeLike = n
 
 
 def mask_runs(mask: NDArray[np.bool_], edges: Index) -> Index:
-    """Return the start of each run of equal mask values, and the length of the mask; each of `edges` starts a run.
+    """Return `edges` and all indices at which the mask value changes, in ascending order.
 
     mask [0 1 1 1], edges [0 2 4]  ->  [0 1 2 4]
     """
@@ -417,7 +421,7 @@ def mask_runs(mask: NDArray[np.bool_], edges: Index) -> Index:
 
 
 def rows_from_mask(ids: Ids, mask: NDArray[Any], lengths: ArrayLike) -> Rows:
-    """Build rows from ids and a mask: each run of equal mask values within a row becomes one span."""
+    """Build `Rows` from token ids and a loss mask; each run of equal mask values within a row becomes one span."""
     trained, row_start = mask > 0, offsets(np.asarray(lengths))
     start = mask_runs(trained, row_start)
     spans = np.zeros(len(start) - 1, dtype=SPAN)
@@ -429,14 +433,14 @@ def rows_from_mask(ids: Ids, mask: NDArray[Any], lengths: ArrayLike) -> Rows:
 
 
 def no_origins(count: int) -> Table:
-    """Return origins for segments that do not come from a file."""
+    """Return `count` origins for segments that were not read from a file."""
     origins = np.zeros(count, dtype=ORIGIN)
     origins["file"] = NO_FILE
     return origins
 
 
 def ragged_index(start: Index, length: NDArray[Any]) -> Index:
-    """Return the indices start, start + 1 … of each range, concatenated.
+    """Concatenate the index ranges start, start + 1, …, start + length - 1.
 
     [5 0], lengths [2 3]  ->  [5 6 0 1 2]
     """
@@ -453,7 +457,7 @@ def ragged_index(start: Index, length: NDArray[Any]) -> Index:
 
 
 def copy_tokens(ids: Ids, start: Index, length: NDArray[Any], literals: Ids | None = None) -> Ids:
-    """Concatenate token ranges of `ids`; a range that starts at len(ids) or later is a range of `literals`."""
+    """Concatenate token ranges; indices below len(ids) refer to `ids`, and index len(ids) + i is `literals[i]`."""
     if literals is None:
         literals = np.empty(0, dtype=np.uint32)
     end, total = len(ids), int(length.sum())
@@ -474,7 +478,7 @@ def copy_tokens(ids: Ids, start: Index, length: NDArray[Any], literals: Ids | No
 
 
 def copy_ranges(source: NDArray[Any], start: Index, stop: Index, target: NDArray[Any], to: Index) -> None:
-    """Copy source[start:stop] to target[to:], for each of several ranges."""
+    """For each range, copy source[start:stop] to `target`, beginning at index `to`."""
     if _copy is not None and source.dtype == target.dtype and source.ndim == target.ndim == 1:
         start, stop, to = (np.ascontiguousarray(places, dtype=np.int64) for places in (start, stop, to))
         _copy.ranges(target, to, np.ascontiguousarray(source), start, stop, source.itemsize)

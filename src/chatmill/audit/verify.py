@@ -61,9 +61,9 @@ def verify_log(
 ) -> AuditResult:
     """Recompute every line of an audit log from the dataset, and check every byte of the dataset.
 
-    `dataset` defaults to the dataset that the log names. `heads` maps checkpoint names to the line hashes that the
-    checkpoints store. `states`, from `saved_states`, maps checkpoint names to audit states, and all their fields must
-    match the log. `progress` is called with the number of steps that were just verified.
+    `dataset` defaults to the dataset that the log names. `heads` maps the name of each checkpoint to the hash of the
+    log line that the checkpoint stores. `states` is the result of `saved_states`; every field of these checkpoint
+    states must match the log. `progress` is called with the number of steps that were just verified.
 
         result = verify_log("logs/audit/audit_20260103T164419Z.log", "data/v1")
         assert result.fault is None
@@ -108,7 +108,8 @@ def _first_fault(place: Path, lines: Sequence[LogLine | TornLine], checker: _Che
 def _check_heads(place: Path, lines: Sequence[LogLine | TornLine], heads: Mapping[str, str]) -> tuple[str | None, int]:
     """Check that the log contains the line hash that each checkpoint stores.
 
-    Return a fault or None, and the number of lines after the newest of these lines.
+    Return a description of the first missing hash, or None, and the number of lines after the last line whose hash is
+    in a checkpoint.
     """
     numbers = {line.sha256: number for number, line in enumerate(lines, start=1) if isinstance(line, LogLine)}
     last = max((numbers.get(head, 0) for head in heads.values()), default=0)
@@ -120,7 +121,7 @@ def _check_heads(place: Path, lines: Sequence[LogLine | TornLine], heads: Mappin
 
 
 def _check_states(place: Path, lines: Sequence[LogLine | TornLine], states: Mapping[str, SavedState]) -> str | None:
-    """Describe the first checkpoint that differs from the log, or return None if all match."""
+    """Return a description of the first checkpoint state that differs from the log, or None if all states match."""
     logged = logged_checkpoints(lines) if states else {}
     for name, state in states.items():
         if state.head not in logged:
@@ -181,7 +182,9 @@ class _Checker:
             self._checkpoints[line.sha256] = self.lines, self._state
 
     def changed_file(self) -> str | None:
-        """Verify all files of the dataset, including rows that the run did not use; return the first fault, or None."""
+        """Verify all files of the dataset, including rows that the run did not use; describe the first fault, or return
+        None.
+        """
         if self._run is None:
             return None
         plan = self._run.plan
@@ -290,9 +293,9 @@ def load_run(line: LogLine, dataset: str | Place | None) -> LoggedRun:
 
 
 def recompute(run: LoggedRun, at: Cursor, stop: int) -> tuple[list[PlannedStep], NDArray[np.uint64], Index | None]:
-    """Rebuild the batches of a run from the cursor `at` up to step `stop`.
+    """Rebuild the batches of a run from the cursor `at` up to, but not including, step `stop`.
 
-    Return the steps, the digest of the rows that the log covers, and the counts per source.
+    Return the steps, the digest of the rows that the log records, and the amount of data from each source.
     """
     steps: list[PlannedStep] = []
     for step in run.plan.steps(at):
@@ -308,7 +311,9 @@ def recompute(run: LoggedRun, at: Cursor, stop: int) -> tuple[list[PlannedStep],
 
 
 def compare(line: LogLine, expected: Mapping[str, Any]) -> None:
-    """Raise `MismatchError` for the first field of a line that differs, is missing, or is unexpected."""
+    """Raise `MismatchError` for the first field of a log line that is missing, is unexpected, or differs from
+    `expected`.
+    """
     for name, value in expected.items():
         if name not in line.fields:
             raise MismatchError(f"{line.action} has no {name}")
@@ -376,7 +381,7 @@ def replay_step(log: str | Path, step: int, dataset: str | Place | None = None) 
 
 
 def _current_lines(log: Path) -> list[tuple[int, LogLine]]:
-    """Return the lines of a log, except those that a resumed run discarded, with their line numbers."""
+    """Return (line number, line) for each line of a log, without the lines that a resumed run discarded."""
     kept: list[tuple[int, LogLine]] = []
     for number, line in enumerate(read_log(log), start=1):
         if not isinstance(line, LogLine):

@@ -120,13 +120,17 @@ def weighted_loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_ba
 
 
 class RunCallback(TrainerCallback):
-    """Rejects arguments that would change the rows, saves the position in the data, and writes the audit log.
+    """A `Trainer` callback that rejects arguments that would change the rows, saves the position in the data, and
+    writes the audit log.
 
-    Checkpoints store the position in `chatmill_state.json`. A resumed run must use the same dataset and order.
+    Checkpoints store the position in `chatmill_state.json`. A resumed run must use the same dataset and the same order
+    of rows.
     """
 
     def __init__(self, rows: TrainRows, *, flatten: bool = False, expected: Mapping[str, Any] | None = None) -> None:
-        """`flatten` must be the same as for `Collator`. `expected` defaults to `training_arguments(rows)`."""
+        """`flatten` must have the same value as for `Collator`. `expected` contains the required training arguments, by
+        default `training_arguments(rows)`.
+        """
         self.rows = rows
         self._flatten = flatten
         self._expected = expected

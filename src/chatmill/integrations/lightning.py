@@ -46,12 +46,13 @@ class WeightedBatch(NamedTuple):
 
 
 class EpisodeDataModule(LightningDataModule):
-    """The batches of an `EpisodeLoader` for each rank of a Lightning trainer.
+    """A `LightningDataModule` that reads the batches of each rank from an `EpisodeLoader`.
 
     A batch is a dict of `step_weight` and the columns from `causal_lm_columns`, or a `WeightedBatch` if `columns` is
-    false. `causal_lm_loss` divides the loss by `step_weight`. In training, `step_weight` is the total weight of a step
-    divided by its number of batches on all ranks. In validation, `step_weight` is the total weight of the batch.
-    `flatten` concatenates the rows of a batch, as FlashAttention requires for packed rows.
+    false. `causal_lm_loss` divides the loss by `step_weight`. In training, `step_weight` is the sum of all loss weights
+    in a step, divided by the number of micro-batches that all ranks process in the step. In validation, `step_weight`
+    is the sum of the loss weights in the batch. `flatten` concatenates the rows of a batch into one row, as
+    FlashAttention requires for packed rows.
 
     One trainer epoch is one epoch of the dataset. With `limit_train_batches`, each trainer epoch continues where the
     previous epoch stopped. With `audit_dir`, rank 0 writes an audit log to this folder.
@@ -124,7 +125,7 @@ class EpisodeDataModule(LightningDataModule):
         return ValBatches(self) if "val" in self.loader.splits else []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data; all ranks return the same state."""
+        """Return a state with the current position in the data; the state is the same on all ranks."""
         step, parts = divmod(self.trained_batches, self.accumulation)
         state = {**self._state_at(step), "gradient_accumulation_steps": self.accumulation, "batches": parts}
         if self._trained is not None:
@@ -166,11 +167,13 @@ class EpisodeDataModule(LightningDataModule):
         return min(progress.started, progress.processed)
 
     def num_batches(self) -> int | None:
-        """Return the number of batches in the dataset's first epoch; None if the order has no epochs."""
+        """Return the number of batches in the dataset's first epoch, or None if rows are sampled at random without
+        epochs.
+        """
         return None if self.plan.order.length is None else self.plan.num_steps(0) * self.accumulation
 
     def train_batches(self) -> Iterator[Any]:
-        """Yield batches indefinitely, starting at the current position."""
+        """Yield training batches indefinitely, starting at the trainer's current step."""
         loader, (step, parts) = self.loader, divmod(self.trained_batches, self.accumulation)
         if parts:
             raise UsageError(
@@ -204,7 +207,7 @@ class EpisodeDataModule(LightningDataModule):
         return {**self.loader.state_dict(), "cursors": {"train": self.plan.cursor_at(step)._asdict()}}
 
     def _check_loaded(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state; reject the state of another dataset or config."""
+        """Load a saved state; raise `UsageError` if the state was saved with a different dataset or config."""
         self.loader.load_state_dict(state)
         if (saved := state.get("gradient_accumulation_steps")) != self.accumulation:
             raise UsageError(
@@ -213,7 +216,7 @@ class EpisodeDataModule(LightningDataModule):
             )
 
     def _check_trainer(self) -> None:
-        """Reject settings of the trainer that would change the batches of a step."""
+        """Raise `UsageError` for trainer settings that would change the batches of a step."""
         trainer, batches = self.trainer, self.trainer.num_training_batches
         if trainer.accumulate_grad_batches != self.accumulation:
             raise UsageError(
@@ -229,7 +232,9 @@ class EpisodeDataModule(LightningDataModule):
             )
 
     def _check_epochs(self) -> None:
-        """Reject epochs of different lengths, because Lightning assumes that all epochs have the same length."""
+        """Raise `UsageError` if epochs have different numbers of steps, because Lightning assumes that all epochs are
+        equally long.
+        """
         trainer, windows = self.trainer, self.plan.num_windows()
         by_epochs = trainer.max_steps == -1 and not isinstance(trainer.limit_train_batches, int)
         # If the dataset fits in one packing window, all epochs have the same number of rows.
@@ -267,7 +272,9 @@ class EpisodeDataModule(LightningDataModule):
 
 
 class TrainBatches:
-    """Yields batches, starting at the current position; Lightning ends an epoch after `len` batches."""
+    """Yields training batches, starting at the trainer's current step; Lightning ends an epoch after `len(self)`
+    batches.
+    """
 
     def __init__(self, data: EpisodeDataModule) -> None:
         self._data = data
@@ -286,11 +293,11 @@ class TrainBatches:
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Ignore the state, because the data module restores the position."""
+        """Do nothing, because `EpisodeDataModule` restores the position in the data."""
 
 
 class ValBatches:
-    """Batches that together contain every row of the `val` split once."""
+    """Yields validation batches that together contain every row of the `val` split once."""
 
     def __init__(self, data: EpisodeDataModule) -> None:
         self._data = data

@@ -1,4 +1,4 @@
-"""The rows of a run as a map-style dataset, for trainers with their own sharding and batching.
+"""A map-style dataset of all rows of a run, for trainers that shard and batch the rows themselves.
 
     row            0 1 2 3 4 5 6 7   8 9 …        batch_size 8
     step           0                 1
@@ -40,7 +40,7 @@ ModelInputs = dict[str, Tensor]
 
 
 class TrainRows(Dataset[ModelInputs]):
-    """All rows of `epochs` epochs, or of `steps` steps, in training order.
+    """A map-style dataset of all rows of `epochs` epochs or `steps` steps, in training order.
 
     Each row is a dict of `input_ids`, `labels` and `position_ids`; positions restart at 0 in each conversation. A
     `DataLoader` must read batches of equal size in order, without shuffling. Rank b % world_size must read batch b, as
@@ -48,7 +48,8 @@ class TrainRows(Dataset[ModelInputs]):
 
     Rows with token weights other than 1 are rejected unless `weights_in_labels` is true. If `weights_in_labels` is
     true, `columns.weighted_labels` encodes the weights in the labels, and `hf.weighted_loss` decodes them. The weights
-    of a step add up to its number of labels, because trainers divide the loss by that number.
+    of each step are scaled so that their sum equals the number of labels in the step, because trainers divide the loss
+    by this number.
 
     With `audit_dir`, `hf.RunCallback` writes an audit log to this folder.
 
@@ -123,7 +124,9 @@ class TrainRows(Dataset[ModelInputs]):
         return {**vars(self), "_world": self.rank_and_world_size, "_step": None, "open_audit": None}
 
     def set_epoch(self, epoch: int) -> None:
-        """Reject a second epoch, because the dataset contains the whole run; Accelerate calls this method."""
+        """Raise `UsageError` for a second epoch, because the dataset contains the whole run; Accelerate calls this
+        method.
+        """
         if epoch:
             raise UsageError(
                 f"the trainer begins epoch {epoch + 1}, but the dataset contains the whole run of {self.steps} steps; "
@@ -136,7 +139,7 @@ class TrainRows(Dataset[ModelInputs]):
 
     @property
     def rows_per_batch(self) -> int:
-        """The number of rows per micro-batch on one rank."""
+        """Number of rows per micro-batch on one rank."""
         world_size, accumulation = self.rank_and_world_size[1], self.config.gradient_accumulation_steps
         rows, remainder = divmod(self.config.batch_size, world_size * accumulation)
         if remainder:
@@ -211,7 +214,7 @@ class TrainRows(Dataset[ModelInputs]):
 
 
 class EvalRows(Dataset[ModelInputs]):
-    """All rows of the val split, with empty rows added to complete the last batches.
+    """A map-style dataset of all rows of the `val` split, followed by empty rows that complete the last batch.
 
     With `weights_in_labels`, weights are scaled so that the trainer's mean over batches equals the val loss of
     `chatmill train`.
@@ -244,7 +247,7 @@ class EvalRows(Dataset[ModelInputs]):
         return self._read(first)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickling, without the plan and its caches."""
+        """Return the attributes to pickle, without the cached `plan`."""
         return {name: value for name, value in vars(self).items() if name != "plan"}
 
     @cached_property
@@ -261,7 +264,9 @@ class EvalRows(Dataset[ModelInputs]):
         return model_inputs(batch.batch, self.plan, scale, weights_in_labels=weights_in_labels)
 
     def _scale(self, first: int, size: int) -> float:
-        """Return the weight factor of the batch that starts at row `first`; `size` is the batch size over all ranks."""
+        """Return the factor for the loss weights of the batch that starts at row `first`; `size` is its size over all
+        ranks.
+        """
         if self._scales is None or self._scales[0] != size:
             sums = [trained_weights(self.plan, step, size) for step in self.plan.one_epoch()]
             trained, weights = (np.concatenate(parts) for parts in zip(*sums, strict=True))
@@ -273,7 +278,7 @@ class EvalRows(Dataset[ModelInputs]):
 
 
 def model_inputs(batch: Batch, plan: LoadPlan, scale: float, *, weights_in_labels: bool) -> list[ModelInputs]:
-    """Return the model inputs of each row of a batch, with weights multiplied by `scale`."""
+    """Return a dict of model inputs for each row of a batch, with the loss weights multiplied by `scale`."""
     columns = causal_lm_columns(batch, pad_token_id=plan.pad_token_id)
     weights = (columns.pop("weights").double() * scale).float()
     if not weights_in_labels and ((weights != 1) & (columns["labels"] >= 0)).any():

@@ -29,7 +29,7 @@ IGNORE_INDEX = -100
 
 
 class Batch(NamedTuple):
-    """Rows to train on: numpy arrays or torch tensors, all of shape (rows, block_size) except `episode_ids`.
+    """A training batch: numpy arrays or torch tensors, all of shape (rows, block_size) except `episode_ids`.
 
     Each conversation in a row is a segment, and the row's padding is another segment.
 
@@ -57,7 +57,7 @@ class Batch(NamedTuple):
     """int64, of shape (rows, maximum number of segments): the episode index of each segment; -1 for unused entries."""
 
     def each(self, change: Callable[[Any], Any]) -> Batch:
-        """Apply a function to every array."""
+        """Return a batch with the function `change` applied to every array."""
         return Batch(*map(change, self))
 
     def to_torch(self, device: Any = None) -> Batch:
@@ -80,7 +80,7 @@ class Batch(NamedTuple):
 
 
 def split_batches(batch: Batch, widths: Sequence[int]) -> list[Batch]:
-    """Split batches that were built together; `widths` are the numbers of columns in their `episode_ids`."""
+    """Split a batch that combines several batches; `widths` is the number of `episode_ids` columns of each batch."""
     parts = zip(batch.split(len(widths)), widths, strict=True)
     return [part._replace(episode_ids=part.episode_ids[:, :width]) for part, width in parts]
 
@@ -112,7 +112,7 @@ class HashedRows(NamedTuple):
 
 
 class BuiltRows(NamedTuple):
-    """The arrays of several rows, with counts for each row."""
+    """The batch arrays of several rows, and the token counts of each row."""
 
     batch: Batch
     counts: Index
@@ -123,7 +123,7 @@ class BuiltRows(NamedTuple):
 
 
 def segments_from_end(episode_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number the segments of each episode from the end, because truncation removes the first segments.
+    """Number the segments of each episode backward from -1, because truncation removes the first segments.
 
     7 7 7 4 9 9 -1  ->  -3 -2 -1 -1 -2 -1 -1
     """
@@ -136,7 +136,8 @@ def segments_from_end(episode_ids: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class RowTable:
-    """The layout of rows before tokens are copied: row r is episodes[first[r]:first[r + 1]], then padding.
+    """The layout of rows whose tokens are not copied yet: row r consists of episodes[first[r]:first[r + 1]] and
+    padding.
 
     A row has block_size + 1 tokens: the tokens of x, and the label of the last token.
     """
@@ -210,7 +211,7 @@ class RowTable:
         return trained.reshape(-1, size).sum(axis=1), weights.reshape(-1, size).sum(axis=1)
 
     def build(self, start: int, stop: int, hashed: HashedRows | None = None) -> BuiltRows:
-        """Return the arrays of rows `start` to `stop`, with counts for each row, but without digests."""
+        """Return the batch arrays and the token counts of rows `start` to `stop`; digests are not computed."""
         with reading():
             try:
                 batch = self.arrays(start, stop)
@@ -283,13 +284,12 @@ def collate(rows: Rows, *, pad_token_id: int, length: int | None = None) -> Batc
 
 
 class _PaddedRuns:
-    """The runs of several rows, concatenated, with one run of padding after each row.
+    """Runs of equal values in several rows, concatenated, with one run of padding after each row.
 
     first 0 2 3  ->  a a - b -        edges 0 3 5
     """
 
     def __init__(self, first: Index, borders: Index | None = None) -> None:
-        """`borders` lists the runs for which `put` has a separate argument, as indices that also count padding runs."""
         self.edges = offsets(np.diff(first) + 1)
         self._padding, self._borders = self.edges[1:] - 1, borders
         self._real = np.ones(self.edges[-1], dtype=np.bool_)
@@ -298,7 +298,9 @@ class _PaddedRuns:
             self._real[borders] = False
 
     def put(self, values: NDArray[Any], padding: NDArray[Any] | int, borders: NDArray[Any] | int = 0) -> NDArray[Any]:
-        """Return one array with the values of all runs, including padding runs and the runs at `borders`."""
+        """Return one value per run: `padding` for padding runs, `borders` for runs listed in `self._borders`, else
+        `values`.
+        """
         out = np.empty(len(self._real), dtype=values.dtype)
         out[self._real], out[self._padding] = values, padding
         if self._borders is not None:
@@ -307,5 +309,5 @@ class _PaddedRuns:
 
 
 def _sums(values: NDArray[Any], first: Index) -> Index:
-    """Sum the values of each range from first[i] to first[i + 1]."""
+    """Return the sum of values[first[i]:first[i + 1]] for each i."""
     return np.diff(offsets(values)[first])

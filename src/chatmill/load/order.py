@@ -47,7 +47,7 @@ class Order(ABC):
 
 
 def make_order(mode: str, num_episodes: int, *, seed: int, shuffle: bool = True) -> Order:
-    """Create the order of a sampling mode: `epoch`, `feistel` or `random`.
+    """Create the order for a sampling mode: `epoch`, `feistel` or `random`.
 
     With `shuffle=False`, `epoch` and `feistel` keep the stored order; `random` ignores `shuffle`.
 
@@ -87,7 +87,7 @@ def effective_seed(seed: int, epoch: int) -> int:
 
 
 class IdentityOrder(Order):
-    """The stored order in every epoch; the base class of orders that contain every episode once per epoch."""
+    """Keeps the stored order in every epoch; the base class of all orders that contain every episode once per epoch."""
 
     name = "identity/1"
 
@@ -129,9 +129,9 @@ class EpochOrder(IdentityOrder):
 class FeistelOrder(IdentityOrder):
     """A keyed permutation that is computed only for the requested positions, in constant memory.
 
-    An index n is split into two halves, n = left * width + right, on a nearly square grid that covers all episodes.
-    Each of eight rounds adds a hash of one half to the other half, modulo the size of the other half; subtraction
-    inverts a round. If the result is beyond the last episode, the rounds are repeated.
+    An index n is split into two halves with nearly equal ranges, n = left * width + right. Each of eight rounds adds a
+    hash of one half to the other half, modulo the size of the other half; subtraction inverts a round. The rounds are
+    repeated until the result is the index of an episode.
     """
 
     name = "feistel/1"
@@ -163,7 +163,7 @@ class RandomOrder(Order):
     """Uniform sampling with replacement: the draw at position p is a hash of (seed, p), scaled to the number of
     episodes.
 
-    The order has only epoch 0.
+    The sequence of samples is infinite and is not divided into epochs, so `epoch` must be 0.
     """
 
     name = "random/1"
@@ -197,7 +197,7 @@ def check_numbers(what: str, numbers: ArrayLike, limit: int | None) -> Index:
 
 
 def _mixed(values: Bits) -> Bits:
-    """The finalizer of SplitMix64, a bijection on 64 bits."""
+    """Apply the SplitMix64 finalizer, a bijection on 64-bit integers."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(values ^ (values >> np.uint64(31)))
@@ -209,7 +209,7 @@ def _hashed(values: Bits, key: NDArray[np.uint64] | np.uint64) -> Bits:
 
 
 def _round(half: Bits, other: Bits, key: np.uint64, size: np.uint64, inverse: bool) -> Bits:
-    """Add a hash of `other` to `half` or, with `inverse`, subtract the hash."""
+    """Add a hash of `other` to `half`, modulo `size`; with `inverse`, subtract the hash instead."""
     step = _hashed(other, key) % size
     return np.asarray((half + (size - step if inverse else step)) % size)
 

@@ -1,4 +1,4 @@
-"""`Record`, `Message` and `ToolCall`: the common form of conversations of all shapes."""
+"""`Record`, `Message` and `ToolCall`: the classes to which input records of every shape are converted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _construct = msgspec.StructMeta.__call__
 
 
 class _FromFields(msgspec.StructMeta):
-    """A metaclass: `Message(**fields)` and `Record(**fields)` validate and convert fields as the reader does."""
+    """A metaclass with which `Message(...)` and `Record(...)` validate and convert fields like records read from a
+    file.
+    """
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805
         if cls not in (Message, Record):
@@ -49,12 +51,14 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, repr_o
 
     @property
     def arguments_text(self) -> str:
-        """The arguments as text from the record, or as written by `json.dumps`."""
+        """The arguments as JSON text: the text in the record if `raw_arguments` stores it, otherwise the output of
+        `json.dumps`.
+        """
         return self.raw_arguments or spaced_json(msgspec.json.decode(self.arguments))
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, metaclass=_FromFields):
-    """One message of a conversation. Accepts the fields of OpenAI and Hugging Face messages.
+    """One message of a conversation. The constructor accepts the fields of OpenAI and Hugging Face messages.
 
     >>> call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     >>> chatmill.Message(role="assistant", content=None, tool_calls=[call]).tool_calls
@@ -62,8 +66,9 @@ class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, metacla
     >>> chatmill.Message("assistant", [{"type": "text", "text": "4"}], thinking="2 + 2 = 4", train=True).weight
     1.0
 
-    `content` may be a list of text parts, or None if there are tool calls. Reasoning may be named `reasoning_content`,
-    `reasoning` or `thinking`. `train` sets a weight of 1 or 0. Invalid fields raise a `RecordError`.
+    `content` can be a list of text parts, or None if there are tool calls. Reasoning can be passed as
+    `reasoning_content`, `reasoning` or `thinking`. `train=True` sets the weight to 1, and `train=False` sets it to 0.
+    Invalid fields raise a `RecordError`.
     """
 
     role: Role | Literal["none"]
@@ -87,7 +92,8 @@ class Record(msgspec.Struct, frozen=True, metaclass=_FromFields):
     >>> record.messages[1].content
     'Hello'
 
-    Messages are `Message` objects or dicts of message fields. Tool definitions are objects or compact JSON strings.
+    Messages can be passed as `Message` objects or as dicts of message fields. Tool definitions can be passed as dicts
+    or as compact JSON strings.
     """
 
     messages: list[Message]
@@ -115,14 +121,14 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def spaced_json(value: Any) -> str:
-    """Return a JSON value as written by `json.dumps`, with non-ASCII characters unescaped."""
+    """Serialize a value with `json.dumps`, without escaping non-ASCII characters."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def record_key(record: Record) -> bytes:
     """Return a 16-byte hash of the messages and tools of a record.
 
-    Spaces in tool arguments, and whitespace between the turns of a transcript, do not affect the hash.
+    Whitespace in the JSON of tool arguments, and whitespace between the turns of a transcript, do not affect the hash.
     """
     messages = [
         without_raw_arguments(message) if message.tool_calls else message
@@ -133,7 +139,7 @@ def record_key(record: Record) -> bytes:
 
 
 def is_layout(message: Message) -> bool:
-    """Whether a message is just whitespace between the turns of a transcript."""
+    """Whether a message consists only of the whitespace between two turns of a transcript."""
     return message.role == NO_ROLE and not message.complete and message.content.isspace()
 
 

@@ -1,4 +1,4 @@
-"""Map token ids to bytes, and encode texts exactly."""
+"""Map token ids to bytes, and encode strings to token ids that decode to exactly the same string."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COORDINATE = {token: k for k, token in enumerate(COORDINATES)}
 
 
 class _TokenBytes(dict[int, bytes | None]):
-    """The bytes of each token id; None for unknown ids."""
+    """Maps each token id to its bytes, or to None if the vocabulary does not contain the id."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _TokenBytes(dict[int, bytes | None]):
 
 
 class Vocabulary:
-    """Maps token ids to bytes, and texts to ids that decode to exactly the same text."""
+    """Maps token ids to bytes, and strings to token ids that decode to exactly the same string."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -54,11 +54,13 @@ class Vocabulary:
         """Cached `EncodedStretch` objects."""
 
     def pieces(self, ids: Sequence[int]) -> list[bytes | None]:
-        """Return the bytes of each id; None for unknown ids."""
+        """Return the bytes of each token, or None for ids that the vocabulary does not contain."""
         return list(map(self._pieces.__getitem__, ids))
 
     def decode(self, ids: Index) -> tuple[bytes, Index]:
-        """Return the bytes of all ids before the first unknown id, and the byte offsets of these ids and of the end."""
+        """Decode the ids before the first unknown id; return the bytes, and the byte offset of each token followed by
+        the total number of bytes.
+        """
         places = ids + 1
         size = self._size.take(places, mode="clip")
         if size.min(initial=0) < 0:
@@ -85,18 +87,18 @@ class Vocabulary:
         self._bytes = np.append(self._bytes, np.frombuffer(data, dtype=np.uint8))
 
     def is_control(self, id: int) -> bool:
-        """Return whether an id is a control token, which ordinary text never contains."""
+        """Return whether an id is a control token, which the encoding of ordinary text never contains."""
         piece = self._pieces[id]
         return piece is not None and self._tokenizer.token_id(piece.decode("utf-8", "replace")) == id
 
     def text(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of a sequence of known ids."""
+        """Decode token ids to bytes; unknown ids are skipped."""
         return b"".join([piece or b"" for piece in self.pieces(ids)])
 
     def exact(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode each text to ids that decode to exactly the same bytes, even if the tokenizer normalizes text.
+        """Encode each string to token ids that decode to exactly the same bytes, even if the tokenizer normalizes text.
 
-        Raises `DataError` if the vocabulary cannot represent a text. Results are cached.
+        Raises `DataError` if the vocabulary cannot represent a string. Results are cached.
         """
         if new := [text for text in dict.fromkeys(texts) if text not in self._exact]:
             if len(self._exact) > CACHED:
@@ -106,7 +108,7 @@ class Vocabulary:
         return [self._exact[text] for text in texts]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Like `exact`, but without the cache."""
+        """Encode strings as `exact` does, but without the cache."""
         flat, first = self._tokenizer.encode_batch(texts)
         ids = flat.tolist()
         encoded = [ids[start:stop] for start, stop in pairwise(first.tolist())]
@@ -121,7 +123,9 @@ class Vocabulary:
         return sizes_to_starts([piece or b"" for piece in self.pieces(ids)])
 
     def cut(self, kept: bytes) -> list[int] | None:
-        """Return ids that decode to `kept`, the start of a split token; None if there are no such ids."""
+        """Return token ids that decode to `kept`, the first bytes of a token that is cut in two, or None if that is
+        impossible.
+        """
         try:
             return self.exact([kept.decode()])[0]
         except (UnicodeDecodeError, DataError):
@@ -156,7 +160,9 @@ class Vocabulary:
         raise DataError(f'{self._tokenizer.name}: cannot encode "{one_line(text)}" exactly; use a lossless tokenizer')
 
     def _segment(self, wanted: bytes) -> list[int] | None:
-        """Return the fewest ids that decode to `wanted`, or None; on a tie, longer tokens come first."""
+        """Return the shortest sequence of token ids that decodes to `wanted`, or None if there is none. Among equally
+        short sequences, return one that starts with the longest token.
+        """
         ids, longest = self._by_bytes
         best: list[tuple[int, int] | None] = [None] * len(wanted) + [(0, 0)]
         for start in range(len(wanted) - 1, -1, -1):
@@ -186,7 +192,7 @@ class Vocabulary:
 
 
 def id_array(ids: Sequence[int] | Index) -> Index:
-    """Return ids as an array, with -1 for ids that are too large."""
+    """Return token ids as an int64 array, with -1 in place of ids that are out of range."""
     if isinstance(ids, np.ndarray):
         return ids.astype(np.int64)
     try:
@@ -196,11 +202,11 @@ def id_array(ids: Sequence[int] | Index) -> Index:
 
 
 def sizes_to_starts(pieces: Sequence[bytes]) -> Index:
-    """Return the offset of each piece, followed by the total number of bytes."""
+    """Return the start offset of each piece in the concatenated bytes, followed by the total number of bytes."""
     return offsets(np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)))
 
 
 @lru_cache(maxsize=8)
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    """Return the vocabulary of a tokenizer, with its caches."""
+    """Return the cached `Vocabulary` of a tokenizer."""
     return Vocabulary(tokenizer)

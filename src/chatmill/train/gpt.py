@@ -65,8 +65,8 @@ class GPT(CausalModel):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialize norms to 1, and matrices from a normal distribution. Projections into the residual stream get a
-        smaller standard deviation.
+        """Initialize norm weights to 1, and matrices from a normal distribution. Projections into the residual stream
+        get a smaller standard deviation.
         """
         for name, parameter in self.named_parameters():
             self.init_weight(name, parameter)
@@ -142,7 +142,9 @@ class GPT(CausalModel):
 
     @classmethod
     def load(cls, folder: Path, *, compute: torch.dtype | None = None, weights: WeightPrecision = "float32") -> GPT:
-        """Load a folder written by `save`. The config is compared with the weight files before memory is allocated."""
+        """Load a model from a folder written by `save`. The config is compared with the weight files before memory is
+        allocated.
+        """
         model, files = open_on_meta(folder, compute=compute, weights=weights)
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         with open_weights(files) as rows:
@@ -198,8 +200,8 @@ def draw_weights(model: GPT, parameters: Mapping[str, Tensor], seed: int) -> Ite
 
 
 def _shapes(sizes: GPTSizes, folder: Path, files: ModelFiles) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight. All layers have the same shapes, so a one-layer model on the meta device is
-    enough.
+    """Return the shape of each weight. All layers have the same weight shapes, so it is enough to create a one-layer
+    model on the meta device.
     """
     try:
         with torch.device("meta"):
@@ -310,8 +312,8 @@ class Norm(nn.Module):
 
 
 class KVCache:
-    """Key-value cache for generation: one tensor (2, rows, slots, heads, size) per layer. The slot of a token is its
-    position in the row.
+    """Key-value cache for generation: one tensor of shape (2, rows, slots, heads, size) per layer. The slot of a token
+    is its position in the row.
 
     Rows are right-padded: slots after the end of a row are masked and are overwritten later.
     """

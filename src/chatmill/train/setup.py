@@ -128,7 +128,7 @@ class TrainState:
 
     @property
     def stopped_early(self) -> str | None:
-        """The reason why early stopping ends the run now, or None if it does not."""
+        """The reason for early stopping if the run must stop early now, otherwise None."""
         is_early = self.step < self.stage.stop and self.best.stops(self.config)
         return self.best.reason(self.config) if is_early else None
 
@@ -331,8 +331,8 @@ def _open_model(
 
 
 def _base(config: TrainConfig, checkpoint: Checkpoint | None) -> dict[str, str] | None:
-    """Return the folder and hash of the adapters' base model. Raise `UsageError` if the adapters in the checkpoint have
-    a different base model.
+    """Return the folder and weight hash of the base model if the run trains adapters, otherwise None. Raise
+    `UsageError` if the adapters in the checkpoint have a different base model.
     """
     if config.init_from_model is None:
         return None
