@@ -1,4 +1,4 @@
-"""Measure one rollout-matching (stage-2) step of a 0.6 B model on a GPU.
+"""Measure the time of one rollout-matching (stage-2) step with a 0.6B-parameter model on a GPU.
 
     PYTHONPATH=examples/detect python benchmarks/rollout_step.py [--steps N] [--json]
 

@@ -1,7 +1,8 @@
-"""Run the peers of benchmarks/train.py: Hugging Face libraries with their fastest settings.
+"""Train with the libraries that benchmarks/train.py compares with chatmill, with their fastest settings.
 
-The peers use transformers with FlexAttention, Liger kernels, fused AdamW, peft and bitsandbytes. Position ids separate
-the conversations. The peers clip gradients as chatmill does, and get chatmill's batches, already on the device.
+The libraries are transformers with FlexAttention, Liger kernels, fused AdamW, peft and bitsandbytes. Position ids mark
+the boundaries of conversations in packed rows. As in chatmill, gradients are clipped. The batches are chatmill's, and
+are on the device before training starts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from train_models import qwen3, trained_precision
 
 
 def run(trial: Trial, measured_from: Any) -> dict[str, Any]:
-    """Train, and return the measurements of the timed steps. Call `measured_from` after creating the model."""
+    """Train, and return the measurements of the timed steps. `measured_from` is called after the model is created."""
     line, device = trial.line, trial.device
     lm, module = make_model(trial)
     if (made := trained_precision(module)) != line.precision.weights:
@@ -109,8 +110,8 @@ def make_optimizer(parameters: list[nn.Parameter], name: str, device: str) -> An
 
 
 def flex_attention() -> str:
-    """Register FlexAttention with queries and keys cast to the dtype of the values; a float32 norm may have upcast
-    them.
+    """Register an attention function that casts queries and keys to the dtype of the values before it calls
+    FlexAttention, because a float32 norm may have upcast them. Return the name of the function.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.flex_attention import flex_attention_forward
@@ -125,7 +126,7 @@ def flex_attention() -> str:
 
 
 def check_separate(lm: Any, positions: Tensor) -> None:
-    """Raise an error unless the mask is a BlockMask that separates conversations."""
+    """Raise an error unless the attention mask is a BlockMask that separates conversations."""
     from torch.nn.attention.flex_attention import BlockMask
     from transformers.masking_utils import create_causal_mask
 

@@ -50,7 +50,7 @@ def columns(one: Found) -> str:
 
 
 def measured(one: Found) -> str:
-    """Return the figures of a configuration as one line of text."""
+    """Return the speed, memory use and loss of a configuration as one line of text."""
     return (
         f"{one['tokens_per_s']:,.0f} tok/s, {one['gib']:.1f} GiB ({one['reserved_gib']:.1f} reserved), "
         f"{one['step_ms']:.0f} ms per step, loss {one['first_loss']:.2f} to {one['last_loss']:.2f}, "
@@ -59,7 +59,7 @@ def measured(one: Found) -> str:
 
 
 def measured_on(found: dict[str, Found]) -> str:
-    """Return the GPU and library versions of the results."""
+    """Return the GPU and the library versions with which the results were measured."""
     devices = {one["device"]: None for one in found.values() if "device" in one}
     versions: dict[str, dict[str, None]] = {}
     for one in found.values():
@@ -70,7 +70,7 @@ def measured_on(found: dict[str, Found]) -> str:
 
 
 def targets(found: dict[str, Found]) -> Iterator[tuple[str, bool]]:
-    """Return the targets for configurations that were measured on a GPU, and whether each target is met."""
+    """Yield the performance targets for configurations that were measured on a GPU, and whether each target is met."""
     good = {name: one for name, one in found.items() if "error" not in one and one.get("best_tflops")}
     if one := good.get("0.6b-own-adamw"):
         yield f"0.6 B, float32 masters: at least {TOKENS:,} real tokens/s", one["tokens_per_s"] >= TOKENS
@@ -93,7 +93,7 @@ def targets(found: dict[str, Found]) -> Iterator[tuple[str, bool]]:
 
 
 def pairs(found: dict[str, Found]) -> Iterator[tuple[TrainLine, TrainLine]]:
-    """Return pairs of chatmill and peer configurations with the same model and precision."""
+    """Yield pairs of a chatmill configuration and a peer configuration with the same model and precision."""
     lines = [TRAIN_LINES[name] for name in found]
     for line in lines:
         for peer in lines:

@@ -127,8 +127,8 @@ def table(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
 
 
 def reasons(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
-    """Yield a table that counts differences by template and reason, over both data files. Templates without a mask in
-    TRL share a row.
+    """Yield the lines of a table that counts differences by template and reason, over both data files. All templates
+    for which TRL has no loss mask are counted together.
     """
     sums: dict[tuple[str, str], Counter[str]] = {}
     for trial, _, result in results:

@@ -117,7 +117,7 @@ def line(name: str, tokenizer: Path, peer: PreTrainedTokenizerFast) -> Line:
 
 
 def derived_probes(process: TemplateProcess, mask: Mask) -> dict[str | None, DerivedAnswers]:
-    """Return the answers in each probe that the template accepts, by probe id."""
+    """Return the answers found in each probe conversation that the template accepts, keyed by probe id."""
     template = process.templates[0]
     derived = {}
     for probe in BASIC:
@@ -169,8 +169,8 @@ def peer_ids(
 
 
 def tagged(name: str, original: TemplateRenderer, derived: Mapping[str | None, DerivedAnswers], tokenizer: Path) -> str:
-    """Describe how the mask of TRL's tagged version differs from chatmill's mask, for probes that both versions
-    render to the same text.
+    """Describe how the loss mask of TRL's template with generation tags differs from chatmill's mask, for probe
+    conversations that both templates render to the same text.
     """
     has_tags = "{%- generation -%}" in original.folder.template.source
     edition = name if has_tags else f"{name}_training"

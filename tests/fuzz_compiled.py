@@ -1,4 +1,5 @@
-"""Random and hostile input for the compiled modules, compared with plain Python. The script needs only Python.
+"""Test the compiled modules with random and hostile input, and compare the results with plain Python code. The script
+needs only the Python standard library.
 
     python tests/fuzz_compiled.py FOLDER [ROUNDS] [SEED]
 
@@ -253,7 +254,7 @@ def ascii_class(pattern: int, character: str) -> int:
 
 
 def classes(pattern: int) -> bytes:
-    """Return a table of character classes: correct for ASCII, and arbitrary, unknown or uncertain for the rest."""
+    """Return a table with a class for each character: correct classes for ASCII, and arbitrary classes beyond ASCII."""
     return bytes(
         [ascii_class(pattern, chr(n)) for n in range(128)]
         + [(n * 7 % 23 % 10) + (DOUBT if n % 31 == 0 else 0) for n in range(128, 2**16)]

@@ -81,7 +81,7 @@ def test_training_on_changed_files_is_detected_after_they_are_restored(
 
 
 def test_300_manipulations_are_all_detected(dataset, tmp_path):
-    """In every second case, all later hashes are recomputed, so that the hash chain is valid."""
+    """In every second case, all later hashes are recomputed, so that the hash chain stays valid."""
     config = {"batch_size": 8}
     audit, states = run(dataset, tmp_path, 9, checkpoints=(4,), config=config, every=2)
     audit, states = run(dataset, tmp_path, 15, checkpoints=(9, 15), config=config, every=2, saved=states[4])

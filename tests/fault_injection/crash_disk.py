@@ -97,7 +97,7 @@ class Recorder(Disk):
 
 
 class Model:
-    """The files below a folder: their current contents, and what would survive a power loss."""
+    """A model of the files in a folder: their current contents, and the contents that would survive a power loss."""
 
     def __init__(self, folder: Path) -> None:
         self.root = self._load(folder)
@@ -138,7 +138,7 @@ class Model:
 
 
 def outcomes(seed: int) -> dict[str, Callable[[int], int]]:
-    """Return three outcomes of a power loss: none, all, or a random number of the unsynced changes survive."""
+    """Return functions that choose how many unsynced changes survive a power loss: none, all, or a random number."""
     rng = random.Random(seed)
     return {
         "nothing": lambda count: 0,

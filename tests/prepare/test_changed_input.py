@@ -33,7 +33,7 @@ def job_of(inputs: tuple[str, ...], **options: Any) -> Job:
 
 
 def file_of(kind: str, word: str, count: int = 40) -> bytes:
-    """Return the content of an input file; words of the same length result in the same file size."""
+    """Return the content of an input file; two words of equal length give files of equal size."""
     records = [
         {"messages": [{"role": "user", "content": f"q{n:05d}"}, {"role": "assistant", "content": word * 9}]}
         for n in range(count)

@@ -1,4 +1,4 @@
-"""One recipe with five sources of five shapes, filters of every kind, near-duplicates, weights and a split by source.
+"""Test a recipe with five sources of five shapes, filters of every kind, near-duplicates, weights and a val split.
 
 The expected records are computed here independently of chatmill.
 """
@@ -62,7 +62,7 @@ class Conversation:
 
     @property
     def trained(self) -> int:
-        """The mask contains the text of each answer and its end token."""
+        """Number of trained tokens: the text of each answer and its end token."""
         return sum(len(text.encode()) + 1 for role, text in self.turns if role == "assistant")
 
 

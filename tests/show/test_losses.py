@@ -24,7 +24,7 @@ def shown(tmp_path_factory):
 
 
 def log(folder, rank: int, *steps: tuple, sha256: str, mix=None, tail: str = "") -> None:
-    """Write steps, given as (step, episodes, losses, weights), in the format that training writes."""
+    """Write a loss log in the format of a training run; each step is a tuple (step, episodes, losses, weights)."""
     data = {"dataset_dir": "elsewhere", "dataset_sha256": sha256, "mix_sft": mix}
     lines = [
         {

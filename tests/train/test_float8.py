@@ -1,4 +1,4 @@
-"""Rounding in float8 matrix products, emulated on the CPU; test_gpu.py runs them on a GPU."""
+"""Test training with float8 matrix products that are emulated on the CPU; test_gpu.py tests them on a GPU."""
 
 from __future__ import annotations
 

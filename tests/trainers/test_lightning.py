@@ -105,7 +105,7 @@ def small(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def small_windows(monkeypatch):
-    """Small windows give each epoch many windows with different numbers of packed rows."""
+    """Use a small packing window, so that epochs have different numbers of packed rows."""
     monkeypatch.setattr("chatmill.load.plan.WINDOW", 16)
 
 

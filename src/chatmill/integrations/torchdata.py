@@ -4,7 +4,8 @@
     for batch in loader: …
     state = loader.state_dict()
 
-Each rank reads its own rows of each batch. The state does not include prefetched batches.
+Each rank reads its own rows of each batch. The saved position does not count batches that are prefetched but not yet
+returned.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def stateful_loader(
 ) -> StatefulBatches:
     """Return a loader for the batches of one rank; without `epochs`, it never ends.
 
-    Batches are `Batch` objects; with `hf_columns`, they are dicts of Hugging Face columns. `ranks` is the rank and the
-    world size, by default those of torch.distributed or torchrun. Pass `ranks` if several ranks train on the same rows.
-    `listener` can be an `Audit`, which writes an audit log. `options` are passed to `StatefulDataLoader`, but options
-    that shuffle, sample or batch rows are rejected.
+    Batches are `Batch` objects; with `hf_columns`, they are dicts of Hugging Face columns. `ranks` is a pair (rank,
+    world size), by default the values of torch.distributed or torchrun. Pass `ranks` if several processes must read the
+    same rows, for example with tensor parallelism. `listener` can be an `Audit`, which writes an audit log. `options`
+    are passed to `StatefulDataLoader`, but options that shuffle, sample or batch rows are rejected.
 
     >>> from chatmill.integrations.torchdata import stateful_loader
     >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))
@@ -83,7 +84,7 @@ class StatefulBatches(StatefulDataLoader[Any]):
         return iter(()) if self._ended else super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, which is the same on all ranks."""
+        """Return the current position in the data, which is the same on all ranks."""
         return {"num_workers": self.num_workers, "state": super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

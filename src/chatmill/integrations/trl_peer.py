@@ -59,10 +59,10 @@ class TRLPeer:
         self.setup = self._setup()
 
     def rows(self, record: Record, *, completion: int | None = None) -> tuple[PeerRow | str, PeerRow | str]:
-        """Return a record's row with the configured loss, and its row with TRL's default loss.
+        """Return the row that TRL prepares from a record with the configured loss, and the row with TRL's default loss.
 
-        If TRL rejects the record, the reason replaces the row. In a prompt-completion dataset, `completion` is the
-        index of the completion's first message.
+        If TRL rejects the record, the reason is returned instead of the row. In a prompt-completion dataset,
+        `completion` is the index of the completion's first message.
         """
         turns = only_turns(record)
         style = self._renderer.templates[bool(record.tools)].style
@@ -110,7 +110,9 @@ class TRLPeer:
         return setup
 
     def _exchange(self, request: Any, seconds: float) -> bytes:
-        """Return the response of the process; raise `EndedError` if the process crashes or exceeds its limits."""
+        """Send a request to the TRL process and return its response; raise `EndedError` if it crashes or exceeds its
+        limits.
+        """
         try:
             if self._channel is None:
                 self._channel = Channel(fork_server(PROCESS), MEMORY, *self._arguments)

@@ -83,7 +83,7 @@ class LoadConfig(Config):
 
     @property
     def mix(self) -> Mapping[str, float] | None:
-        """The sources of the mix and their weights or epochs, or None without a mix."""
+        """Maps each source of the mix to its weight or its number of epochs; None if the config has no mix."""
         return self.mix_sft if self.mix_epochs is None else self.mix_epochs
 
     @property

@@ -8,7 +8,7 @@ of two classes, and silently lose rows:
 
 `IterableDatasetShard` and `DataLoaderDispatcher` call the dataset's `set_epoch` on every rank, in the training process,
 before they read batches. If a wrapper hides `set_epoch`, the check searches the call stack for Accelerate when the
-first batch is read. This search misses only a `DataLoaderDispatcher` with workers.
+first batch is read. Searching the call stack does not detect a `DataLoaderDispatcher` that uses worker processes.
 
 transformers' Trainer collates individual rows, and calls `len` on the dataset before it reads rows. Accelerate and
 transformers are recognized by their module names and are never imported.
@@ -66,7 +66,7 @@ def _refuse_sharding(rank: int, world_size: int) -> None:
 
 
 def _ranks() -> int:
-    """Return the world size from torch.distributed, if initialized, or from the variable that torchrun sets."""
+    """Return the world size from torch.distributed, if initialized, or from the environment variable WORLD_SIZE."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_world_size())

@@ -1,4 +1,5 @@
-"""Run units as tasks on a Ray cluster, which retries lost tasks. For a dataset at a URL, tasks also write the shards.
+"""Render input units as tasks on a Ray cluster; Ray retries tasks whose worker is lost. If the dataset is written to a
+URL, tasks also write its shards.
 
 If input, tokenizer and target are URLs, nodes need no shared file system. A local path must be accessible under the
 same path on all nodes.
@@ -44,7 +45,7 @@ MISSED = 4
 
 
 class LostClusterError(ChatmillError):
-    """The head of the cluster, or the raylet of this node, cannot be reached."""
+    """Raised if the head of the Ray cluster, or the raylet of this node, cannot be reached."""
 
 
 class RayEngine:
@@ -58,7 +59,7 @@ class RayEngine:
     def run(
         self, units: Sequence[Unit], job: Job, renderer: Renderer, folder: Place, *, resume: bool = False
     ) -> Generator[Done, None, None]:
-        """Like `Engine.run`; with `resume`, units whose staged objects exist are not run again."""
+        """Run units as `Engine.run` does; with `resume`, skip units whose output already exists."""
         local = [*job.named_files(), *(unit.part.path for unit in units), folder]
         # Keep paths as the user gave them, because errors show the paths.
         here = Path.cwd() if any(isinstance(place, Path) for place in local) else None
@@ -68,14 +69,14 @@ class RayEngine:
     def write_shards(
         self, plans: Iterable[ShardPlan], target: RemoteTarget, *, vocab_size: int, per_task: int = 1
     ) -> Generator[ShardInfo, None, None]:
-        """Write shards of a dataset at a URL from staged objects, and yield their counts and hashes in order."""
+        """Write the shards of a dataset at a URL, and yield the `ShardInfo` of each shard in order."""
         left = iter(plans)
         tasks = iter(lambda: list(islice(left, per_task)), [])
         for infos in self._in_order(_write, tasks, (target, vocab_size)):
             yield from infos
 
     def remove(self, urls: Sequence[Url]) -> None:
-        """Remove objects in parallel tasks, because each removal is a separate request."""
+        """Remove objects from the object store in parallel tasks, because each removal is a separate request."""
         parts = [urls[at : at + REMOVED_TOGETHER] for at in range(0, len(urls), REMOVED_TOGETHER)]
         for _ in self._in_order(_remove, parts, None):
             pass
@@ -85,7 +86,9 @@ class RayEngine:
             return int(ray.cluster_resources().get("CPU", 1))
 
     def _in_order(self, work: Callable[[Any, Any], Any], items: Iterable[Any], shared: Any) -> Generator[Any]:
-        """Yield the results of `work` for all items in order; raise the first error in that order."""
+        """Call `work` for all items in Ray tasks; yield the results, or raise the first error, in the order of the
+        items.
+        """
         with self.connected() as ray:
             # Request less than one CPU per task, to leave room on a small cluster for tasks that produce the input.
             remote = ray.remote(num_cpus=0.9, max_retries=RETRIES, retry_exceptions=False)(work)

@@ -21,7 +21,7 @@ NOT_WRITTEN = "reasoning_left_out"
 def unrolled(
     records: Iterable[Record], renderer: Renderer, *, train_on: TrainOn, on_reject: OnReject, ledger: Ledger
 ) -> Iterator[Unrolled]:
-    """Yield each record with its rows. A record is rejected if any of its rows is rejected."""
+    """Yield each record unrolled into one row per answer. A record is rejected if any of its rows is rejected."""
     for record in records:
         try:
             made = unroll_record(record, train_on)
@@ -42,7 +42,9 @@ def unrolled(
 def row_chunks(
     conversations: Iterable[Unrolled], size: int, *, limit: int | None = None
 ) -> Iterator[Sequence[Unrolled]]:
-    """Yield conversations in chunks of at least `size` rows, and at most `limit` rows in total."""
+    """Yield conversations in chunks of at least `size` rows, except for the last chunk; stop after `limit` rows in
+    total.
+    """
     chunk: list[Unrolled] = []
     count, left = 0, limit
     for each in conversations:
@@ -60,7 +62,7 @@ def row_chunks(
 
 
 def render_unrolled(renderer: Renderer, batch: Sequence[Unrolled], ledger: Ledger) -> Rows:
-    """Render all rows of the conversations and count them in the ledger.
+    """Render all rows of the conversations, and add their rows and tokens to the ledger.
 
     The ledger counts tokens that are also in an earlier row as repeated, and all other tokens as rendered.
     """
@@ -83,8 +85,8 @@ def render_unrolled(renderer: Renderer, batch: Sequence[Unrolled], ledger: Ledge
 
 
 def _train_answers(rows: Rows, batch: Sequence[Unrolled], answer: Index, first_new: Index) -> int:
-    """Set weights and rules so that the loss mask of each row includes only new messages; return the number of repeated
-    tokens.
+    """Set weights and rules so that the loss mask of each row excludes messages of earlier rows; return the number of
+    tokens that repeat earlier rows.
     """
     context_rules = np.array([rule for each in batch for rule in each.context_rules], dtype=np.uint8)
     first_message = offsets(np.array([len(each.context_rules) for each in batch]))[:-1]

@@ -1,4 +1,4 @@
-"""Detect whether a transcript file has one record per line or is one stream.
+"""Detect whether a transcript file has one conversation per line or is one stream of conversations.
 
 Each line is reduced to letters: S, U and A for the span markers, E for `<|END|>`, X for `<|EOS|>`, x for text outside
 spans, and j for JSON outside spans. The text inside a span is dropped, except for line breaks.
@@ -23,7 +23,7 @@ _LONGEST = max(map(len, _MARKS))
 
 
 class TranscriptLayout(IntFlag):
-    """Flags that describe a transcript file; they determine its shape."""
+    """Flags that describe a transcript file; they determine whether the file is read line by line or as a stream."""
 
     MARKERS = 1
     TEXT = 2
@@ -41,7 +41,7 @@ class TranscriptLayout(IntFlag):
 
     @property
     def shape(self) -> str | None:
-        """The shape of the file; None if it is ambiguous."""
+        """The record shape of the file: `transcript-lines`, `transcript-stream`, or None if the layout is ambiguous."""
         has, kind = self.__contains__, TranscriptLayout
         if not has(kind.JOINS) and not has(kind.JSON):
             return "transcript-lines"
@@ -54,7 +54,7 @@ class TranscriptLayout(IntFlag):
 
 
 def transcript_layout(chunks: Iterable[bytes]) -> TranscriptLayout:
-    """Return the layout of a file, read in chunks."""
+    """Return the layout flags of a transcript file, whose content is given in chunks."""
     layout, state = 0, _Readings()
     for letters in _line_parts(chunks):
         state, seen = _read(state, letters)
@@ -109,7 +109,9 @@ def _read(state: _Readings, letters: str) -> tuple[_Readings, int]:
 
 
 def _walk(state: _Conversation, letters: str) -> tuple[_Conversation, int]:
-    """Parse letters from a given parser state; set the answer flag only for answers that would be trained on."""
+    """Continue to parse letters from a parser state; return the new state and flags. The answer flag is set only for
+    answers that would be trained on.
+    """
     begun, spans, span, over, has_user, left_open = state
     seen = 0
     for letter in letters:
@@ -154,7 +156,7 @@ def _line_parts(chunks: Iterable[bytes]) -> Iterator[str]:
 
 
 def _letters(data: bytes, *, in_span: bool) -> tuple[str, bool]:
-    """Reduce a text to letters; also return whether the text ends inside a span."""
+    """Reduce transcript text to letters; also return whether the text ends inside a span."""
     first, *pieces = _MARK.split(data)
     letters = [_text(first, in_span=in_span)]
     for mark, text in zip(pieces[::2], pieces[1::2], strict=True):

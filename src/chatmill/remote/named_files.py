@@ -1,4 +1,4 @@
-"""Find small files and folders that a user names, such as tokenizers, and copy remote files to this machine."""
+"""Resolve the paths and URLs of small files and folders, such as tokenizers, and copy remote files to a local cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def local_file(name: str | Path, *, limit: int = JSON_LIMIT) -> Path:
 
 
 def copies_made() -> dict[Url, Path]:
-    """Return the local copies by URL, to pass to `use_copies` in a child process."""
+    """Return a dict that maps URLs to local copies, to pass to `use_copies` in a child process."""
     return dict(_copies)
 
 

@@ -34,7 +34,7 @@ _SIGNATURE = re.compile(r"\?(?=.*\b(sig|signature|x-amz-signature|x-goog-signatu
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """The URL of an object or of a folder of objects; `str(url)` is safe to print and to store."""
+    """The URL of a remote file or folder; `str(url)` contains no credentials, so it is safe to print and to store."""
 
     address: str = field(repr=False)
     """The full URL, including any password or signature; pass it only to the library that opens the URL."""

@@ -34,7 +34,8 @@ def build_target_dataset(
     overwrite: bool = False,
     progress: Progress = lambda count: None,
 ) -> tuple[Metadata, Health]:
-    """Build a dataset of targets from stored rollouts; return its metadata and counts of problems in the rollouts.
+    """Build a dataset of rollout targets from stored rollouts; return its metadata and counts of problems in the
+    rollouts.
 
     `config` must contain shard_tokens, train_values, train_cut and border, and is stored in the dataset.
     """
@@ -68,7 +69,9 @@ def build_answer_dataset(
     overwrite: bool = False,
     progress: Progress = lambda count: None,
 ) -> Metadata:
-    """Build a dataset of true answers. `config` must contain shard_tokens, and is stored in the dataset."""
+    """Build a dataset of prompts with their true answers. `config` must contain shard_tokens, and is stored in the
+    dataset.
+    """
     ledger = Ledger()
 
     def rows() -> Iterator[Rows]:

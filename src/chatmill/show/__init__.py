@@ -12,7 +12,7 @@
     order_view              the position of an episode in an epoch; the rows of a training step
     viewer, server, page/   the viewer's JSON API, its HTTP server, and the page
 
-Names are imported lazily.
+Public names are imported lazily, on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Summarize the comparison of many records: counts, and an example of each reason."""
+"""Summarize how the loss masks of chatmill and TRL differ over many records, with an example of each reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ OTHER_REASONS = "other reasons"
 
 @dataclass(frozen=True)
 class TokenView:
-    """A token of an example: its text, whether it is in the loss mask, and whether the two rows differ there."""
+    """A token in an example: its text, whether it is in the loss mask, and whether chatmill and TRL differ at this
+    token.
+    """
 
     text: str
     trained: bool
@@ -43,7 +45,7 @@ class Example:
 
 @dataclass
 class Reason:
-    """All tokens that differ for one reason."""
+    """Number of records and tokens that differ for one reason, and an example."""
 
     records: int = 0
     counts: Counts = field(default_factory=Counts)
@@ -52,7 +54,7 @@ class Reason:
 
 @dataclass
 class Refusals:
-    """Records that one library refuses for one kind of reason."""
+    """Number of records that one library refuses for one kind of reason, with the first such record."""
 
     reason: str
     """The reason given for the first of the refused records."""
@@ -85,7 +87,9 @@ class Comparison:
         return self.records == self.outcomes[Outcome.EQUAL] + self.refused["both"]
 
     def refuse(self, place: str, *, chatmill: tuple[str, str] | None, peer: tuple[str, str] | None) -> None:
-        """Add a record that one or both libraries refuse; `chatmill` and `peer` are pairs (kind of reason, reason)."""
+        """Add a record that one or both libraries refuse; `chatmill` and `peer` are (kind of reason, reason) of the
+        library that refuses it.
+        """
         self.refused["both" if chatmill and peer else "chatmill" if chatmill else "TRL"] += 1
         for name, refusal in (("chatmill", chatmill), ("TRL", peer)):
             if refusal is not None:
@@ -113,7 +117,7 @@ class Comparison:
             self.default += result.counts if default is peer else compare_row(row, default, clues).counts
 
     def sorted_reasons(self) -> list[tuple[Why, Reason]]:
-        """Return the reasons, sorted by the number of tokens in only one loss mask, in descending order."""
+        """Return the reasons in descending order of the number of tokens that are in only one of the two loss masks."""
 
         def key(item: tuple[Why, Reason]) -> tuple[int, int]:
             counts = item[1].counts
@@ -179,7 +183,7 @@ def _view(ids: Ids, trained: Mask, start: int, stop: int, text: TokenText) -> tu
 
 
 def example_lines(example: Example) -> Iterator[Text]:
-    """Yield the location and, for each library, a line in which trained tokens are in brackets."""
+    """Yield the location of an example and, for each library, a line of its tokens with trained tokens in brackets."""
     yield Text(f"    {example.place}", style="dim")
     for name, views in (("chatmill", example.chatmill), ("TRL", example.peer)):
         yield Text(f"      {name:<9}").append_text(_line(views))

@@ -78,7 +78,7 @@ def report_html(view: DatasetView, splits: Sequence[SplitStats], *, version: str
 
 
 def _lengths(stats: SplitStats) -> Markup:
-    """Draw a histogram of row lengths; the last bar may count all rows that are much longer than most rows."""
+    """Draw a histogram of row lengths; if some rows are much longer than most, the last bar counts all long rows."""
     width = max(1, int(nice(stats.quantile(0.995) / BARS)))
     bars = stats.quantile(1.0) // width + 1
     bars = bars if bars <= BARS + 5 else BARS
@@ -115,7 +115,7 @@ def _fills(stats: SplitStats) -> Markup:
 
 
 def _flow(ledger: Ledger | None, splits: Sequence[SplitStats]) -> Markup:
-    """Draw the flow from records to trained tokens; without a ledger, the chart starts at stored tokens."""
+    """Draw a flow chart from records to trained tokens; without a ledger, the chart starts with the stored tokens."""
     roles: dict[str, int] = {}
     for stats in splits:
         for name, count in stats.roles.items():
@@ -147,7 +147,7 @@ def _flow(ledger: Ledger | None, splits: Sequence[SplitStats]) -> Markup:
 
 
 def _nodes(ledger: Ledger, buckets: Sequence[str], column: str, unit: str, *, kind: str = "lost") -> list[Node]:
-    """Return a node for each reason; if there are more than MAX_NODES, the smallest reasons share the last node."""
+    """Return a chart node for each reason in the ledger; with more than MAX_NODES reasons, combine the smallest."""
     nodes = [
         Node(f"{bucket}: {one_line(reason.replace('_', ' '), 80)}" if reason else bucket, amount, unit, kind)
         for bucket, reason, entry in ledger
@@ -162,7 +162,9 @@ def _nodes(ledger: Ledger, buckets: Sequence[str], column: str, unit: str, *, ki
 
 
 def _links(column: int, one: Sequence[Node], other: Sequence[Node]) -> list[Link]:
-    """Link the nodes of two columns in order from the top, because the ledger records only the total of each node."""
+    """Link the nodes of two chart columns in order from the top, because the ledger records only the total of each
+    node.
+    """
     links, left, right = [], [node.amount for node in one], [node.amount for node in other]
     start = stop = 0
     while start < len(left) and stop < len(right):
@@ -182,7 +184,7 @@ def _links(column: int, one: Sequence[Node], other: Sequence[Node]) -> list[Link
 
 
 def _spread(rows: int, count: int) -> list[int]:
-    """Return `count` row indices, evenly spaced from the first to the last."""
+    """Return at most `count` row indices, evenly spaced from the first row to the last."""
     return sorted({int(at) for at in np.linspace(0, rows - 1, min(count, rows))}) if rows else []
 
 

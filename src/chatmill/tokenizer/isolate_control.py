@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character in the byte-level alphabet.
+    """Return a dict that maps each character of the byte-level BPE alphabet to its byte.
 
     Printable Latin-1 characters represent themselves.
     """
@@ -22,7 +22,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def kinds(section: object) -> Iterator[str]:
-    """Yield the types of a component and of all components inside it."""
+    """Yield the `type` of a tokenizer.json component and of all components nested in it."""
     if isinstance(section, dict):
         yield str(section.get("type"))
         for value in section.values():
@@ -33,7 +33,9 @@ def kinds(section: object) -> Iterator[str]:
 
 
 def vocabulary(content: Json) -> dict[str, int]:
-    """Return the tokens of the model with their ids. In Unigram models, the id is the position in the list."""
+    """Return a dict that maps the tokens of the model to their ids. In Unigram models, the id of a token is its index
+    in the vocabulary list.
+    """
     vocab = content["model"]["vocab"]
     return dict(vocab) if isinstance(vocab, dict) else {token: id for id, (token, _) in enumerate(vocab)}
 
@@ -45,9 +47,9 @@ def isolate_control(
 
         added  A* b C* d E*  ->  A' b C' d        * special, markup or in `control`; ' renamed to its alias
 
-    The tokens in `text_tokens` are kept, although they look like markup. The id of an added token depends on its
-    position in the list, so a control token before a kept token is renamed instead of removed. The post-processor,
-    truncation, padding and dropout are also removed.
+    Added tokens in `text_tokens` are kept as ordinary text tokens, even if they look like control tokens. The id of an
+    added token depends on its position in the list, so a control token before a kept token is renamed instead of
+    removed. The post-processor, truncation, padding and dropout are also removed.
     """
     model = dict(content["model"])
     vocab = vocabulary(content)
@@ -83,7 +85,9 @@ def isolate_control(
 
 
 def _unknown(content: Json, vocab: Mapping[str, int]) -> str | None:
-    """Return the model's unknown token. The unknown token is not a control token, because text can produce it."""
+    """Return the model's unknown token (`unk_token`), if it has one. The unknown token is not a control token, because
+    text can produce it.
+    """
     model = content["model"]
     if model.get("unk_id") is not None:
         return str(model["vocab"][model["unk_id"]][0])
@@ -104,8 +108,8 @@ def _check_ids(place: str, taken: Mapping[str, int], vocab: Mapping[str, int]) -
 
 
 def _check_merges(place: str, model: Json) -> None:
-    """Raise `DataError` if the second half of a merge lacks the continuing_subword_prefix, because the Rust library
-    would abort.
+    """Raise `DataError` if the second half of a merge lacks the continuing_subword_prefix, because the Rust tokenizers
+    library would abort.
     """
     if not (prefix := model.get("continuing_subword_prefix")):
         return
@@ -116,7 +120,7 @@ def _check_merges(place: str, model: Json) -> None:
 
 
 def pairs(merges: Sequence[Any]) -> list[Sequence[str]]:
-    """Return the merges as pairs. Files store merges as pairs or as lines of text."""
+    """Return each merge as a pair of tokens. A tokenizer.json stores a merge as a pair or as a string such as `t h`."""
     return [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]
 
 

@@ -64,8 +64,8 @@ class BestEval:
         return ", the lowest so far" if is_best else f"; the lowest was {self.loss:.4f} at step {self.step:,}"
 
     def folder(self, run: Path, *, writing: int | None = None) -> Path | None:
-        """Return the checkpoint with the lowest loss, or None if it does not exist. The checkpoint of step `writing`
-        may not exist yet.
+        """Return the folder of the checkpoint with the lowest val loss, or None if the folder does not exist. The
+        folder of step `writing` is returned even if it does not exist yet.
         """
         path = run / step_name(self.step)
         return path if self.loss is not None and (self.step == writing or path.is_dir()) else None
@@ -89,7 +89,7 @@ def check_evaluates(config: TrainConfig, loader: EpisodeLoader) -> None:
 
 
 def link_best(run: Path, checkpoint: Path | None) -> None:
-    """Point the link `best` of a run to a checkpoint; None removes the link."""
+    """Point the symlink `best` of a run to a checkpoint; if `checkpoint` is None, remove the symlink."""
     link = run / BEST
     if os.path.lexists(link) and not link.is_symlink():
         raise DataError(

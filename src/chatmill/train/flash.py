@@ -1,7 +1,7 @@
-"""FlashAttention 4 over packed rows: `pip install 'chatmill[flash]'`, on Hopper GPUs.
+"""FlashAttention 4 for packed rows on Hopper GPUs; install it with `pip install 'chatmill[flash]'`.
 
-The kernels get the boundaries of all conversations, so none of their tiles spans two conversations. Compiled layers can
-call `flash_attend`, because the kernels are wrapped in custom torch operators.
+The kernels receive the boundaries of all conversations, so tokens attend only within their own conversation. Layers
+compiled with torch.compile can call `flash_attend`, because the kernels are wrapped in custom torch operators.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FEWEST = 128
 
 
 class Bounds(NamedTuple):
-    """Where conversations begin and end in the flattened tokens of a batch."""
+    """The boundaries of conversations in the flattened tokens of a batch."""
 
     at: Tensor
     """The first token of each conversation, followed by copies of the number of tokens (int32)."""
@@ -41,7 +41,7 @@ class Bounds(NamedTuple):
 
 
 def remember_bounds(segments: Tensor, host: Tensor) -> None:
-    """Attach the boundaries of segments to a tensor on a GPU. `host` has the same segments on the CPU.
+    """Attach the segment boundaries to the tensor `segments` on the GPU. `host` is the same tensor on the CPU.
 
     Without attached boundaries, `bounds_of` would have to wait for the GPU before it can read the number of segments.
     """
@@ -49,7 +49,9 @@ def remember_bounds(segments: Tensor, host: Tensor) -> None:
 
 
 def bounds_of(segments: Tensor) -> Bounds:
-    """Return the boundaries of the segments (rows, length); the tokens of a segment must be contiguous."""
+    """Return the boundaries in a tensor of segment ids of shape (rows, length); the tokens of a segment must be
+    contiguous.
+    """
     at = getattr(segments, "_chatmill_bounds", None)
     return Bounds(_bounds(segments) if at is None else at, segments.shape[1])
 
@@ -116,7 +118,9 @@ class _Flash(torch.autograd.Function):
 
 @torch.library.custom_op("chatmill::flash", mutates_args=())
 def flash(q: Tensor, k: Tensor, v: Tensor, at: Tensor, longest: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the attention over (tokens, heads, size), and the log-sum-exp of the scores (heads, tokens)."""
+    """Return the attention output of shape (tokens, heads, size), and the log-sum-exp of the scores of shape (heads,
+    tokens).
+    """
     forward, _ = _kernels()
     out, lse, *_ = forward(q, k, v, **_packed(at, longest, scale), return_lse=True)
     return out, lse
@@ -131,10 +135,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, at: Tensor, longest: int, scale: float) -
 def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of the queries, and parts of the gradients of keys and values (parts, tokens, heads, size).
+    """Return the gradient of the queries, and partial gradients of keys and values of shape (parts, tokens, heads,
+    size).
 
-    The caller must add up the parts. If query heads share a key head, the kernel adds up their gradients in float32 and
-    converts the sums. For few query heads per key head, it is faster to call the kernel once for each of them.
+    The caller must sum the partial gradients over the first dimension. If query heads share a key head, the kernel adds
+    up their gradients in float32 and converts the sums. If only a few query heads share a key head, it is faster to
+    call the kernel separately for each of these query heads.
     """
     _, backward = _kernels()
     parts = _parts(q, k)

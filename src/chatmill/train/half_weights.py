@@ -57,7 +57,9 @@ class _CastLinear(torch.autograd.Function):
 
 
 def _cast_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x Wᵀ + b in the dtype of x. If the input is small, cast only a part of the weight at a time."""
+    """Compute x Wᵀ + b in the dtype of x. If the input is smaller than the weight, cast a large weight part by part to
+    save memory.
+    """
     if x.numel() >= weight.numel() or weight.numel() <= CAST_VALUES:
         return F.linear(x, weight.to(x.dtype), bias)
     parts = weight.split(max(1, CAST_VALUES // weight.shape[1]))
@@ -97,7 +99,9 @@ def is_half(tensor: Tensor | None) -> bool:
 
 @contextmanager
 def widened(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Make the model compute in float32. The weights of a block are converted only while the block runs."""
+    """Make the model compute in float32 inside the `with` block. The weights of a block are converted only while the
+    block runs.
+    """
     narrow: dict[nn.Parameter, Tensor] = {}
 
     def widen(parameters: Iterable[nn.Parameter]) -> None:

@@ -1,8 +1,8 @@
 """Rotary position embeddings, and a fused GPU kernel that splits a joint QKV projection into rotated heads.
 
-`split_heads` reads the projection once in the forward and once in the backward pass. Separate operations would read
-or write the projection seven times. Compiled layers can call `split_heads`, because its kernels are custom torch
-operators.
+`split_heads` reads the projection once in the forward and once in the backward pass. Separate operations would read or
+write the projection seven times. Layers compiled with torch.compile can call `split_heads`, because its kernels are
+custom torch operators.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import Tensor
 
 
 def rotations(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Return the cosines and signed sines (rows, length, 1, size) of the rotary embedding at these positions."""
+    """Return the cosines and signed sines of the rotary embedding, of shape (rows, length, 1, size), for these
+    positions.
+    """
     rates = theta ** (-torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
     angles = positions[:, :, None, None].float() * rates
     cos, sin = angles.cos(), angles.sin()
@@ -31,17 +33,20 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def split_heads(
     qkv: Tensor, weights: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor, heads: list[int], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a joint projection (rows, length, width) into queries, keys and values (rows, length, heads, size).
+    """Split a joint QKV projection of shape (rows, length, width) into queries, keys and values of shape (rows, length,
+    heads, size).
 
-    Queries and keys are normalized if `weights` are given, then rotated. `heads` contains the numbers of query, key and
-    value heads. The tensors must be on a GPU.
+    If norm weights are given in `weights`, queries and keys are normalized before they are rotated. `heads` contains
+    the numbers of query, key and value heads. The tensors must be on a GPU.
     """
     q, k, v = _SplitHeads.apply(qkv, *(weights or (None, None)), cos, sin, heads, eps)
     return q, k, v
 
 
 class _SplitHeads(torch.autograd.Function):
-    """The autograd function of `split_heads`. The backward pass writes all gradients directly into one tensor."""
+    """The autograd function of `split_heads`. The backward pass writes the gradients of queries, keys and values
+    directly into the gradient of the projection.
+    """
 
     @staticmethod
     def forward(
@@ -67,7 +72,7 @@ class _SplitHeads(torch.autograd.Function):
 def split_backward(
     grads: list[Tensor], saved: Sequence[Tensor], eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of the projection and of both norm weights; see `rotated_backward`."""
+    """Return the gradients of the QKV projection and of both norm weights; see `rotated_backward`."""
     qkv, q_weight, k_weight, cos, sin = saved
     grad, sums = rotated_backward(grads, qkv, q_weight, k_weight, cos, sin, eps)
     of_q, of_k = (
@@ -90,8 +95,8 @@ def rotated(
     heads: list[int],
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return normalized and rotated queries and keys (rows, length, heads, size). `heads` contains the numbers of query
-    and key heads.
+    """Return normalized and rotated queries and keys of shape (rows, length, heads, size). `heads` contains the numbers
+    of query and key heads.
     """
     from chatmill.train.rotary_kernel import forward
 
@@ -123,9 +128,9 @@ def rotated_backward(
     sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of the projection, and the gradients of both norm weights as a (2, size) tensor.
+    """Compute the gradient of the QKV projection, and the gradients of both norm weights as a (2, size) tensor.
 
-    The gradients of keys and values have the shape (parts, rows, length, heads, size); their parts are added up.
+    The gradients of keys and values have the shape (parts, rows, length, heads, size) and are summed over `parts`.
     """
     from chatmill.train.rotary_kernel import backward
 

@@ -1,4 +1,5 @@
-"""Store tensors in safetensors files, whole or as ranges of rows. Any number of ranks can write or read the files.
+"""Write and read tensors in safetensors files, either whole or split into ranges of rows. Any number of ranks can write
+or read the files.
 
 For each partial tensor, the file header records the first row and the number of rows in the whole tensor.
 """
@@ -32,7 +33,7 @@ PARTS = "pieces"
 
 
 class TensorRows(NamedTuple):
-    """A range of rows: its first row, and the number of rows in the whole tensor."""
+    """The first row of a partial tensor, and the number of rows in the whole tensor."""
 
     start: int
     rows: int
@@ -128,7 +129,7 @@ class ShardedTensors:
         return TORCH_DTYPES[part.get_dtype()]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Read a range of rows of a tensor, or a scalar."""
+        """Read rows `start` to `stop` of a tensor; a scalar tensor is read whole."""
         parts = sorted(self._parts[name], key=lambda part: part[0].start)
         _, first_part = parts[0]
         if not first_part.get_shape():
@@ -148,8 +149,8 @@ class ShardedTensors:
 
 
 def _rows(tensor: TensorInfo, stored: Any) -> TensorRows:
-    """Return the rows that a tensor in a file contains. `stored` is the entry of the tensor in the file metadata, or
-    None for a whole tensor.
+    """Return which rows of the whole tensor a file contains. `stored` is the entry of the tensor in the file metadata,
+    or None for a whole tensor.
     """
     if tensor.dtype not in TORCH_DTYPES:
         raise ValueError(f"unsupported dtype {tensor.dtype}")
@@ -163,7 +164,7 @@ def _rows(tensor: TensorInfo, stored: Any) -> TensorRows:
 
 @contextmanager
 def open_weights(files: ModelFiles) -> Iterator[Callable[[str], Rows]]:
-    """Yield a function that opens a tensor in a model folder by name. The files are memory-mapped."""
+    """Yield a function that opens a tensor of a model folder by name. The weight files are memory-mapped."""
     folder = files.folder
     listed = {} if (folder / WEIGHTS).exists() else read_config(folder / INDEX)["weight_map"]
     with ExitStack() as stack:

@@ -30,7 +30,9 @@ UNFINISHED = "answer_unfinished"
 
 
 def check_trained(loader: EpisodeLoader) -> list[str]:
-    """Return notes about the sources in a mix that have no trained tokens; raise `DataError` if no source has any."""
+    """Return notes about the sources in a mix that have no trained tokens; raise `DataError` if no source has trained
+    tokens.
+    """
     if not loader.config.use_loss_mask:
         return []
     split = loader.split
@@ -87,7 +89,7 @@ class UntrainedSteps:
     """Cursor of the last step without trained tokens."""
 
     def check(self, counts: StepCounts, step: int, cursor: Cursor, loader: EpisodeLoader) -> None:
-        """Raise `DataError` at the `LIMIT`th consecutive step without trained tokens. Post-training does not have this
+        """Raise `DataError` after `LIMIT` consecutive steps without trained tokens. Post-training runs have no such
         limit.
         """
         self.count = 0 if counts.trained else self.count + 1

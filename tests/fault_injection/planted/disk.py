@@ -1,4 +1,4 @@
-"""Bugs in how files are synced, renamed, replaced and locked."""
+"""Deliberate bugs in how files are synced, renamed, replaced and locked."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def remove_tree(folder: Path) -> None:
 
 
 def everything_is_replaced() -> None:
-    """Remove all files of a replaced folder, even unlisted ones, if the folder contains a metadata file."""
+    """Remove all files of a replaced dataset folder, even files that the metadata does not list."""
 
     def marker_alone(folder: Path, target: Path, kind: Any) -> None:
         assert (folder / kind.marker).is_file()

@@ -1,4 +1,6 @@
-"""RLIMIT_DATA limits the memory of the process to a small fraction of the dataset's size; mapped files do not count."""
+"""Write and read a dataset that is larger than the memory limit of the process (RLIMIT_DATA); memory-mapped files do
+not count toward this limit.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ SHARE = 4
 
 
 def slab(number: int) -> Rows:
-    """Return rows that can be recomputed from `number`; half of each row is trained on."""
+    """Return random rows with the seed `number`; half of the tokens in each row are trained."""
     spans = np.zeros(2 * ROWS, dtype=SPAN)
     spans["length"], spans["target"], spans["part"] = ROW // 2, OWN_ID, Part.CONTENT
     spans["role"] = np.tile([Role.USER, Role.ASSISTANT], ROWS)

@@ -1,5 +1,6 @@
-"""One in five kills happens within half a second of the start, and the others happen shortly after one of the next
-steps. Checkpoints are written slowly, so that some kills interrupt a save.
+"""Kill a training run repeatedly, and resume it after each kill. One in five kills happens within half a second of the
+start of the process, and the others happen shortly after a training step. Checkpoints are written slowly, so that some
+kills happen while a checkpoint is being saved.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Runs:
         return ended
 
     def came_to(self, name: str) -> dict[str, Any]:
-        """Return the hashes of the run's tensors, and its losses. Raise if the audit log does not match the last
-        checkpoint.
+        """Return the hashes of the tensor files in the last checkpoint, and the losses of the run. Raise
+        `AssertionError` if the audit log does not match the last checkpoint.
         """
         import torch
 

@@ -15,7 +15,7 @@ UNIT_BYTES = 9_000
 
 
 def points(total: int, most: int) -> list[int]:
-    """Return the operations to stop at: at most `most` of all operations, evenly spaced and including the last."""
+    """Return at most `most` operation numbers from 1 to `total`, evenly spaced and including the last."""
     if most >= total:
         return list(range(1, total + 1))
     return sorted(total - number * total // most for number in range(most))
@@ -87,8 +87,8 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
         trained(data, folder, name=name, resume="auto", audit_dir=str(folder / f"logs-{name}"), **steps)
 
     def came_to(name: str) -> dict[str, str]:
-        """Return hashes of the last checkpoint's weights and optimizer state. Raise if the audit log does not match
-        the dataset or the checkpoint.
+        """Return hashes of the last checkpoint's weights and optimizer state. Raise `AssertionError` if the audit log
+        does not match the dataset or the checkpoint.
         """
         last = list_checkpoints(folder / name)[-1]
         audit = open_checkpoint(last, World(0, 1, torch.device("cpu"))).state["audit"]

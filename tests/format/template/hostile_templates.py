@@ -196,7 +196,7 @@ WAYS = (
 
 
 def prying(number: int) -> str:
-    """Return one of many templates that try to access attributes protected by the sandbox."""
+    """Return the template with this number, which tries to access an attribute that the sandbox protects."""
     way, number = WAYS[number % len(WAYS)], number // len(WAYS)
     subject, name = OBJECTS[number * 7 % len(OBJECTS)], NAMES[number * 11 % len(NAMES)]
     body = (

@@ -63,7 +63,7 @@ def peer() -> PreTrainedTokenizerFast:
 
 
 def open_template(tokenizer: str, **options: object) -> TemplateRenderer:
-    """Open the template of a folder; keyword arguments are passed to `TemplateOptions`."""
+    """Open the chat template of a tokenizer folder; keyword arguments are passed to `TemplateOptions`."""
     renderer = open_renderer("template", tokenizer, template=TemplateOptions(**options))
     assert isinstance(renderer, TemplateRenderer)
     return renderer
@@ -82,7 +82,7 @@ def own_format(tmp_path: Path, source: str, *arguments: str, control: list[str] 
 
 
 def messages_of(format: TemplateRenderer, record: Record) -> tuple[list[dict], list[dict] | None]:
-    """Convert a record to messages and tools as users pass them to transformers, without chatmill's own code."""
+    """Convert a record to the messages and tools that a user passes to transformers, without using chatmill's code."""
     style = format.templates[bool(record.tools)].style
     messages = []
     for message in record.messages:

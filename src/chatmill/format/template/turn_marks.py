@@ -1,4 +1,4 @@
-"""Learn from small conversations how a template opens and ends turns.
+"""Learn how a chat template opens and ends turns, by rendering small conversations.
 
 An answer must not contain the header of another turn, and must end with a token that ends a turn. The headers and end
 tokens are learned from the output of the template, because token names are not reliable.
@@ -32,8 +32,8 @@ class TurnMarks(NamedTuple):
 def learn_turn_marks(
     render: Render, derive: Derive, tokens: ControlTokens, *, stops: Iterable[str] | None, eos: str | None
 ) -> TurnMarks:
-    """Return the turn marks of a template. `stops` contains the tokens at which an inference server stops generating,
-    if known.
+    """Return the turn headers and the end tokens of a chat template. `stops` contains the tokens at which an inference
+    server stops generating, if known.
     """
     derived = {}
     for record in (TURNS, CALL):
@@ -119,8 +119,8 @@ def _tool_header(render: Render, tokens: ControlTokens) -> str:
 
 
 def _opening(header: str, tokens: ControlTokens) -> str:
-    """Return a header from its first control token to the word after its last control token, or "" if it has no
-    control tokens.
+    """Return the part of a header from its first control token to the word after its last control token, or "" if it
+    has no control tokens.
     """
     matches = tokens.find(header)
     if not matches:

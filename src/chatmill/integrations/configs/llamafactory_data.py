@@ -90,7 +90,7 @@ def take_entry(translation: Translation, name: str, entry: Any, folder: Place, *
 
 
 def _take_place(translation: Translation, keys: TheirKeys, number: int, folder: Place) -> None:
-    """Read the location of the records; as in LLaMA-Factory, the Hub takes precedence over a file."""
+    """Convert the location of a dataset; as in LLaMA-Factory, a dataset on the Hub takes precedence over a file."""
     values = {name: keys.text(name) for name in ("hf_hub_url", "cloud_file_name", "file_name")}
     subset, split, sub_folder = keys.text("subset"), keys.text("split"), keys.text("folder")
     key, path = next(((name, value) for name, value in values.items() if value is not None), ("file_name", None))

@@ -1,4 +1,4 @@
-"""Read keys for checkpoints, evaluations, logs, trackers and seeds."""
+"""Convert the config keys of other trainers for checkpoints, evaluations, logs, trackers and seeds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ONLY_AT_THE_END = 1_000_000_000
 
 
 def take_output_dir(translation: Translation, keys: TheirKeys) -> None:
-    """Read the output folder; its last component becomes the name of the run."""
+    """Convert `output_dir`; the last component of the path becomes the name of the run."""
     if (folder := keys.text("output_dir")) is not None:
         translation.run_name = Path(folder).name or None
         name = translation.run_name or "imported"
@@ -24,7 +24,7 @@ def take_output_dir(translation: Translation, keys: TheirKeys) -> None:
 
 
 def take_saving(translation: Translation, keys: TheirKeys) -> None:
-    """Read the checkpoint interval; only intervals in steps have a counterpart in chatmill."""
+    """Convert the checkpoint interval; only intervals in steps have a counterpart in chatmill."""
     strategy, steps = keys.text_or_no("save_strategy"), keys.number("save_steps")
     often = keys.number("saves_per_epoch")
     at_the_end = {"save_interval": ONLY_AT_THE_END}
@@ -46,7 +46,7 @@ def take_saving(translation: Translation, keys: TheirKeys) -> None:
 
 
 def take_evaluation(translation: Translation, keys: TheirKeys, *, default: bool) -> bool:
-    """Read how often a run evaluates; return whether it evaluates at all."""
+    """Convert the evaluation interval; return whether the run evaluates at all."""
     theirs = next((name for name in ("eval_strategy", "evaluation_strategy") if name in keys), "eval_strategy")
     strategy, steps, often = keys.text_or_no(theirs), keys.number("eval_steps"), keys.number("evals_per_epoch")
     evaluates = default or steps is not None or bool(often) or strategy not in (None, "no")
@@ -129,7 +129,7 @@ def take_logging(translation: Translation, keys: TheirKeys) -> None:
 
 
 def take_seed(translation: Translation, keys: TheirKeys, default: int | None) -> None:
-    """Read the seeds for weights, dropout and the order of rows."""
+    """Convert `seed` and `data_seed`, the seed for the order of rows."""
     seed, data_seed = keys.integer("seed", most=2**31), keys.integer("data_seed", most=2**31)
     note = "even with the same seed, the order of rows differs between trainers"
     if seed is not None:

@@ -1,4 +1,6 @@
-"""Write an imported config as a recipe, a train config, an optional chat template and a report on its keys."""
+"""Write a config imported from another trainer as a recipe, a train config, an optional chat template, and a report on
+its keys.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,7 @@ class ImportedConfig:
 
 
 def write_import(imported: ImportedConfig, folder: str | Path, *, overwrite: bool = False) -> list[Path]:
-    """Write the files of an import to a folder; `overwrite` replaces existing files.
+    """Write the converted config files to a folder; `overwrite` replaces existing files.
 
     The files are written only if `prepare` and `train` can load them.
     """

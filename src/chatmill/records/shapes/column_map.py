@@ -50,7 +50,7 @@ class ColumnMap:
     roles: Mapping[str, str]
 
     def renamed(self, values: Object) -> tuple[Object, list[str]]:
-        """Return the record with chatmill's names, and the keys that were dropped because of a name conflict."""
+        """Return the record with its keys renamed to chatmill's names, and the keys that were dropped."""
         out = {self.record[key]: value for key, value in values.items() if key in self.record}
         left_out = [key for key in values if key not in self.record and key in out]
         if any(key in self.record and key in values for key in PREFERENCE_KEYS):
@@ -80,7 +80,8 @@ class ColumnMap:
     def reported(self, parsed: ParsedRecord, left_out: list[str], values: Object) -> ParsedRecord:
         """Return the parsed record, with unread keys named as in the file; `values` is the record before renaming.
 
-        It is an error to map an answer of a preference pair to a name that the shape does not read.
+        Raise `RecordError` if `--columns` maps an answer of a preference pair to a key that this record shape does not
+        have.
         """
         file_names = {key: name for name, key in self.record.items() if name in values}
         names = [_in_file(name, file_names) for name in parsed.unread_keys]

@@ -1,7 +1,7 @@
-"""The `messages` shape, for OpenAI-style chat, and its strict form `primer`.
+"""Read records of the shape `messages` (OpenAI-style chat) and of its strict variant `primer`.
 
-`decode` and `decode_lines` are fast, but read only plain records, which contain only roles and texts. `parse` reads all
-records and reports errors.
+`decode` and `decode_lines` are fast, but read only plain records, in which each message has only a role and a string as
+content. `parse` reads all records and reports errors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CALL_PARTS = ("tool_call", "function_call")
 
 
 class _CommonMessage(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """A plain message: a role and a text. Other common keys must be null or missing."""
+    """A plain message, which has only `role` and `content`. The other fields must be null or missing."""
 
     role: Role
     content: str
@@ -92,7 +92,7 @@ def decode_lines(block: bytes) -> list[ParsedRecord] | None:
 
 
 def _object_lines(block: bytes) -> int:
-    """Return the number of lines if each starts with { and ends with }, else 0.
+    """Return the number of lines if each line starts with { and ends with }, otherwise 0.
 
     Inside a JSON value, a line end never occurs between } and {. If the number of JSON values equals the number of
     lines, each line is therefore one value.
@@ -147,7 +147,7 @@ def message_from_fields(given: Object, owner: str = "the message") -> Message:
 
 
 def record_from_fields(given: Object) -> Record:
-    """Build a record from fields; the list of messages may be empty."""
+    """Build a `Record` from its fields; the list of messages can be empty."""
     record = KeyReader("the record", "", given, {})
     record.only(Record.__struct_fields__)
     turns = [] if given.get("messages") == [] else fields.message_list(record, "messages")
@@ -214,7 +214,7 @@ _PART = 'expected {"type": "text", "text": …}, or the types reasoning and tool
 
 @dataclass
 class _Parts:
-    """The content parts of a message, in the order reasoning, text, tool calls."""
+    """Collects the content parts of a message, which must be in the order reasoning, text, tool calls."""
 
     role: Role
     text: str = ""
@@ -289,7 +289,7 @@ def _tool_calls(turn: KeyReader, role: Role) -> tuple[ToolCall, ...]:
 
 
 def _tool_call(turn: KeyReader, owner: str, path: str, call: Any) -> ToolCall:
-    """Parse one tool call, either flat or nested under `function`."""
+    """Parse one tool call, with name and arguments either at the top level or in the key `function`."""
     if type(call) is ToolCall:
         return call
     return _call_of(fields.call_fields(turn, owner, path, call))

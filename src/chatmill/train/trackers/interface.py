@@ -1,4 +1,4 @@
-"""The tracker interface and its argument types."""
+"""The interface of experiment trackers, and the types of its arguments."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Tracker(Protocol):
         ...
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the numbers in one line of `metrics.jsonl`; a step may have several lines."""
+        """Log the numbers in one line of `metrics.jsonl`; a step can have several lines."""
         ...
 
     def log_samples(self, step: int, samples: Sequence[SampleAnswer]) -> None:
@@ -64,7 +64,7 @@ class Tracker(Protocol):
         ...
 
     def finish(self, status: Status) -> None:
-        """End the run; this is the last method that is called."""
+        """End the run; no other method is called afterwards."""
         ...
 
 
@@ -84,7 +84,8 @@ def flat(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in a line of metrics except the step; numbers in nested objects are named `name/inner`.
+    """Return the numeric values of one line of metrics, without the step; values in nested objects are named
+    `outer/inner`.
 
     >>> numbers({"step": 3, "loss": None, "lr": 0.1, "rollouts": {"matched": 2}})
     {'lr': 0.1, 'rollouts/matched': 2}

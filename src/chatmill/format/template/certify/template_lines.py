@@ -122,7 +122,7 @@ def null_content(seen: Observations) -> Finding:
 
 
 def shapes(seen: Observations) -> Iterator[Finding]:
-    """Yield a line for each reason why record shapes are rejected, except for shapes that other lines report."""
+    """Yield a certificate line for each reason why the template rejects record shapes that no other line reports."""
     hidden = {SYSTEM.id, REASONING.id, *(record.id for record in PLAIN)}
     if TOOL.id in seen.faults:
         hidden |= {record.id for record in TOOL_SHAPES}

@@ -1,9 +1,10 @@
-"""A fork server, which is a fresh interpreter that forks locked-down processes on request.
+"""A fork server: a fresh Python interpreter that forks sandboxed processes on request.
 
-The server imports all modules that its processes need and never reads untrusted data. The server's standard input is a
-Unix socket: for each byte that arrives with two socket descriptors, the server forks a process. The first of the two
-sockets is the channel, which carries requests and responses. The second is the leash: if the renderer exits or closes
-its end of the leash, the server kills the process. When a process exits, the server writes the exit code to the leash.
+The server imports all modules that the forked processes need, and never reads untrusted data. The server's standard
+input is a Unix socket: for each byte that arrives with two socket descriptors, the server forks a process. The first of
+the two sockets is the channel, which carries requests and responses. The second socket is the leash: if the renderer
+exits or closes its end of the leash, the server kills the forked process. When a forked process exits, the server
+writes its exit code to the leash.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Service = Callable[[bytes], bytes]
 def run_server(start: Callable[..., Service]) -> None:
     """Fork a process for every byte on standard input until the renderer closes its end of the socket.
 
-    Each process calls `start` to create its service and is locked down before it reads a request.
+    Each forked process calls `start` to create its service, and is sandboxed before it reads the first request.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Freeze imported objects, so that forked processes share them and never garbage-collect them.
@@ -110,7 +111,7 @@ def _fork(channel: int, highest: int, start: Callable[..., Service]) -> int:
 
 
 def _read() -> bytes:
-    """Return the next frame, or empty bytes at the end of the stream."""
+    """Return the next message from the channel, or empty bytes at the end of the stream."""
     header = _read_exactly(HEADER.size)
     return _read_exactly(HEADER.unpack(header)[0]) if header else b""
 
