@@ -1,4 +1,6 @@
-"""Summarize the results with one line per comparison: chatmill, the floor, the peer and the memory."""
+"""Summarize benchmark results with one line per comparison: chatmill, the best possible time, another library, and
+memory.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,12 @@ class Line:
 
 
 def lines(results: Results) -> list[Line]:
-    """Return the lines of all benchmarks that have results, in pipeline order."""
+    """Return the summary lines of all benchmarks that have results, in pipeline order."""
     return [line for name, made in LINES.items() if name in results for line in made(results[name])]
 
 
 def seconds(value: float) -> str:
-    """Format a time with about three digits, in a suitable unit."""
+    """Format a time in s, ms or µs, with about three digits."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if value * scale >= 1 or unit == "µs":
             return f"{digits(value * scale)} {unit}"
@@ -108,7 +110,7 @@ def _prepare(found: Any) -> list[Line]:
 
 
 def _compared(line: Line, how: str, peer: str, found: Any) -> Line:
-    """Return a copy of a summary line that compares chatmill with this peer instead."""
+    """Return a copy of a summary line with the results of the given peer."""
     theirs, times = seconds(found["seconds"]), found["times"]
     return replace(
         line, what=line.what + how, peer=peer, theirs=theirs, times=times, memory=(*line.memory, found["memory"])

@@ -1,15 +1,15 @@
-"""Compare the time to prepare a dataset with TRL's time, and with the time of decoding, encoding and writing alone.
+"""Compare chatmill's time to prepare a dataset with TRL's, and with the time for decoding, encoding and writing alone.
 
     python benchmarks/prepare.py                        50 000 conversations, two processes on both sides
     python benchmarks/prepare.py --conversations 5000   quicker
     python benchmarks/prepare.py --format template      a published chat template, with a derived mask
 
 chatmill and TRL start from a JSONL file and make packed rows of 4096 tokens with an assistant mask. chatmill writes,
-syncs and publishes a dataset; TRL writes its Arrow cache. `prepare_peers.py` runs the peers: TRL's own preparation,
-TRL's fastest documented variant, and datatrove's tokenization. Imports and loading the tokenizer are excluded, and
-reported separately as start-up. The ids and mask of every conversation are compared with TRL's. For a chat template,
-TRL uses its own version with generation tags, whose mask differs (see `benchmarks/render.py`), so only the ids are
-compared.
+syncs and publishes a dataset; TRL writes its Arrow cache. `prepare_peers.py` runs the other libraries: TRL's own
+preparation, TRL's fastest documented variant, and datatrove's tokenization. Imports and loading the tokenizer are
+excluded, and reported separately as start-up. The ids and mask of every conversation are compared with TRL's. For a
+chat template, TRL uses its own version with generation tags, whose mask differs (see `benchmarks/render.py`), so only
+the ids are compared.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
 
 
 class Bare:
-    """Measure the floor: decoding, encoding and writing, each separately and as fast as its library allows.
+    """Measures the minimum time for decoding, encoding and writing, each separately.
 
     Every run uses a new forked process. The tokenizer starts with empty caches, as in the workers of a build.
     Each process prepares its own input before the timer starts, because the first access to a shared page causes a
@@ -134,7 +134,7 @@ class Bare:
         return work
 
     def half(self, which: int) -> Callable[[], object]:
-        """Decode and encode every second line, which is the minimum work of one of two workers."""
+        """Return a function that decodes and encodes every second line, the minimum work of one of two workers."""
         lines = self.lines()[which::PROCESSES]
         return lambda: self.encode_all(self.texts_of(lines))
 
@@ -143,13 +143,13 @@ class Bare:
         return {work.__name__: statistics.median(forked(work) for _ in range(runs)) for work in works}
 
     def at_once(self, runs: int) -> float:
-        """Return the median seconds that two simultaneous processes take to decode and encode."""
+        """Return the median time, in seconds, that two parallel processes take to decode and encode all lines."""
         halves = [partial(self.half, number) for number in range(PROCESSES)]
         return statistics.median(forked(*halves) for _ in range(runs))
 
 
 def forked(*works: Callable[[], Callable[[], object]]) -> float:
-    """Run each function in a forked process; return the seconds from when all are ready until the last one is done."""
+    """Run the functions in parallel in forked processes; return the elapsed seconds, without the preparation."""
     gc.collect()
     gc.freeze()
     ready, (waits, go) = os.pipe(), os.pipe()
@@ -178,7 +178,7 @@ def forked(*works: Callable[[], Callable[[], object]]) -> float:
 
 
 def our_side(data: Data, template: str | None, folder: Path) -> dict[str, Any]:
-    """Run one build as `chatmill prepare` does, and time it without start-up."""
+    """Build the dataset once; return the time of the build and of the start-up, and the number of tokens and rows."""
     started = time.perf_counter()
     job = job_of(data, template)
     renderer = job_renderer(job)
@@ -199,7 +199,9 @@ def our_conversations(dataset: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def compared(ours: list[str], theirs: list[str]) -> dict[str, int]:
-    """Count the conversations that are equal on both sides, and the conversations that only one side has."""
+    """Count the conversations that chatmill and the other library encode identically, and those that only one of them
+    has.
+    """
     mine, other = Counter(ours), Counter(theirs)
     alone_here, alone_there = mine - other, other - mine
     full = sum(count for name, count in alone_there.items() if name.startswith(f"{PACK} "))

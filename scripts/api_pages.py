@@ -120,7 +120,7 @@ def library_exports(library: str) -> list[str]:
 
 
 def entries(lines: list[str], names: list[str]) -> str:
-    """Return a page or section: `lines`, followed by a directive for each name."""
+    """Return a page or section: `lines`, followed by a mkdocstrings directive for each name."""
     return "\n".join([*lines, *(f"\n::: {name}" for name in names), ""])
 
 

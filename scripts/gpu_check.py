@@ -1,9 +1,9 @@
 """Train a small model on a GPU with every training option, and compare losses: `python scripts/gpu_check.py`.
 
 Each variant trains, stops halfway, and resumes from its checkpoint. The losses must be close to those of float32 on the
-CPU, and no step may make the host wait for the GPU. The script requires numpy, torch, safetensors and one GPU, and may
-run for more than five minutes, because it compiles each variant. If transformers and peft are installed, the script
-also checks Hugging Face models and LoRA; if bitsandbytes is installed, it also checks QLoRA.
+CPU, and the steps must not make the host wait for the GPU. The script requires numpy, torch, safetensors and one GPU,
+and may run for more than five minutes, because it compiles each variant. If transformers and peft are installed, the
+script also checks Hugging Face models and LoRA; if bitsandbytes is installed, it also checks QLoRA.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "1
 
 
 def write_data(folder: Path) -> Path:
-    """Write a dataset in the format of other programs: ascending token ids, with a mask for the second half of each
-    episode.
+    """Write a dataset without metadata, as other programs do: ascending token ids, and a loss mask that selects the
+    second half of each episode.
     """
     shard = folder / "train" / "shard_00000"
     shard.mkdir(parents=True)

@@ -81,7 +81,9 @@ def run(
     close: bool = True,
     **options: Any,
 ) -> tuple[Audit, dict[int, dict[str, Any]]]:
-    """Read batches with an audit log up to `steps`; return the log and the states at `checkpoints`."""
+    """Read batches up to step `steps` with an audit log; return the log, and the saved state at each step in
+    `checkpoints`.
+    """
     audit = Audit(folder, every=every, state=None if saved is None else saved["audit"])
     loader = EpisodeLoader(dataset, {**SMALL, **(config or {})}, listener=audit, **options)
     if saved is not None:
@@ -99,7 +101,7 @@ def run(
 
 
 def rechained(lines: list[bytes], start: int) -> list[bytes]:
-    """Recompute the hash chain from line `start` on, to hide a change."""
+    """Recompute the hash chain from line `start`, as an attacker would do to hide a change."""
     fixed = list(lines)
     for number in range(start, len(fixed)):
         previous = hashlib.sha256(fixed[number - 1]).hexdigest() if number else "0" * 64
@@ -116,7 +118,7 @@ def actions(log: Path) -> list[str]:
 
 
 def counted(root: Path, config: dict[str, Any], steps: int) -> dict[str, int]:
-    """Count what each source of a mix contributes to the first `steps` batches, in the unit of `mix_by`."""
+    """Count the rows, tokens or trained tokens (see `mix_by`) of each source in the first `steps` batches."""
     loader = EpisodeLoader(root, {**SMALL, **config}, tensors=False)
     stored = {
         source.name: [source.episodes("train").rows([n]) for n in range(len(source.episodes("train")))]

@@ -1,7 +1,7 @@
-"""Find the processes that tests start, check that none is left behind, and end them with a dump of their stacks.
+"""Find processes that tests have started but not ended, and make them print their stacks and exit.
 
 Processes inherit an environment variable with the id of the test process, so they are found even after their parents
-have ended. A process with a different environment is found only while its ancestors are alive.
+have ended. A process that does not inherit the variable is found only while its ancestors are alive.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def _read_all(file: int | None) -> str:
 
 
 def wait_for_all() -> list[Process]:
-    """End the template servers, wait for all other processes to end, and return those that do not."""
+    """Stop the template servers, wait for all other processes to end, and return those that still run after the time
+    limit.
+    """
     if templates := sys.modules.get("chatmill.format.template.process.channel"):
         templates.stop_servers()
     end = time.monotonic() + PATIENCE

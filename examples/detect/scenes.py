@@ -1,4 +1,4 @@
-"""Generate scenes: a text grid with filled rectangles, and the boxes of the rectangles.
+"""Generate synthetic scenes for object detection: a text grid with filled rectangles, and their bounding boxes.
 
     0 . a a .       {"desc": "a", "bbox_2d": [250, 0, 749, 500]}
     1 . a a .       {"desc": "c", "bbox_2d": [0, 500, 250, 999]}
@@ -34,7 +34,7 @@ def scene(draw: random.Random, most: int, order: Order = "reading") -> tuple[str
     """Return the text and the objects of a scene: `most // 2` to `most` objects, or fewer if the grid has no space
     left.
 
-    In reading order, objects are sorted by their upper left corners.
+    If `order` is "reading", objects are sorted by their upper left corners.
     """
     size = grid_size(most)
     grid: Grid = [[EMPTY] * size for _ in range(size)]
@@ -59,7 +59,7 @@ def scene(draw: random.Random, most: int, order: Order = "reading") -> tuple[str
 
 
 def records(seed: int, count: int, most: int, order: Order = "reading") -> list[dict[str, Any]]:
-    """Return `count` scenes as records with their true objects."""
+    """Return `count` scenes as records with ground-truth objects."""
     draw = random.Random(seed)
     made = []
     for number in range(count):
@@ -69,7 +69,7 @@ def records(seed: int, count: int, most: int, order: Order = "reading") -> list[
 
 
 def place(cell: int, size: int) -> int:
-    """Scale the edge of a cell to a coordinate from 0 to 999."""
+    """Scale a position on the grid, in cells, to a coordinate from 0 to 999."""
     return round(cell * 999 / size)
 
 

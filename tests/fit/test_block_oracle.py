@@ -1,4 +1,6 @@
-"""Compare blocks of random documents and conversations with an oracle. Tokens are letters: see block_fixtures."""
+"""Compare blocks of random documents and conversations with an oracle. Each token is written as one letter; see
+block_fixtures.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def slow_mask(block: str) -> str:
 
 
 def slow_blocks(documents: list[str], size: int, remainder: str) -> tuple[list[str], list[str], dict[str, int]]:
-    """Return blocks, the kind of each token (`s`tream, `i`njected or `p`adding), and counts of removed tokens."""
+    """Return the expected blocks, the kind of each token (`s`tream, `i`njected or `p`adding), and counts of removed
+    tokens.
+    """
     stream = [(token, number) for number, document in enumerate(documents) for token in document + "X"]
     # For each token: the role of its span, and the last complete system span of the conversation.
     inside, system, span, before = "", "", "", []

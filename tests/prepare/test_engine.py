@@ -96,7 +96,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def wait_for_end(pids: list[int]) -> None:
-    """The processes are not children of this process, so they must be polled."""
+    """Wait until the processes end. They are polled, because they are not children of this process."""
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         time.sleep(0.02)
 

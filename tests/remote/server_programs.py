@@ -1,4 +1,4 @@
-"""Servers that run in their own process: `python server_programs.py NAME`.
+"""Test servers, each of which runs in a separate process: `python server_programs.py NAME`.
 
 Each server prints its port and exits when its stdin is closed, so it also exits if the tests crash.
 """
@@ -37,7 +37,7 @@ def end_with_the_tests() -> None:
 
 
 def moto() -> None:
-    """Serve S3 from memory, with conditional writes; any credentials are accepted."""
+    """Run an S3 server that stores objects in memory, supports conditional writes, and accepts any credentials."""
     import logging
 
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
@@ -56,8 +56,8 @@ def moto() -> None:
 
 
 def rclone(folder: str, key: str, secret: str) -> None:
-    """Serve S3 from a folder, with its subfolders as buckets. Credentials are checked; conditional writes are not
-    supported.
+    """Run an S3 server whose buckets are the subfolders of `folder`. The server checks credentials, but does not
+    support conditional writes.
     """
     program = shutil.which("rclone", path=str(Path(sys.executable).parent)) or "rclone"
     command = [program, "serve", "s3", "--addr", "127.0.0.1:0", "--auth-key", f"{key},{secret}", "--config", os.devnull]
@@ -83,8 +83,8 @@ def print_port(server: subprocess.Popen[str]) -> None:
 
 
 def gcs() -> None:
-    """Serve Google Cloud Storage from memory; any credentials are accepted. The emulator is extended with ranges and
-    preconditions.
+    """Run a Google Cloud Storage emulator that stores objects in memory and accepts any credentials. Range requests and
+    preconditions are added to the emulator here.
     """
     from functools import partial
 
@@ -182,8 +182,8 @@ class FileHandler(http.server.BaseHTTPRequestHandler):
 
 
 def web(folder: str) -> None:
-    """Serve a folder at /ranges/, at /whole/ without ranges, at /stream/ without lengths, and at /locked/ with a
-    password.
+    """Serve a folder at /ranges/ with range requests, at /whole/ without them, at /stream/ without Content-Length, and
+    at /locked/ with a password.
     """
     locked = "Basic " + base64.b64encode(b"user:pass word").decode()
 
@@ -201,7 +201,7 @@ def web(folder: str) -> None:
 
 
 def hub(folder: str) -> None:
-    """Serve the Hugging Face Hub API for reading files: FOLDER/ORG/NAME/FILE is a file of datasets/ORG/NAME."""
+    """Serve the Hugging Face Hub API for reading files: FOLDER/ORG/NAME/FILE is a file of the dataset ORG/NAME."""
 
     class Handler(FileHandler):
         def do_GET(self) -> None:

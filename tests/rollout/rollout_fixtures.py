@@ -20,7 +20,7 @@ HURTING = (
 class Toy:
     """A tokenizer whose ids 0 to 255 are bytes, followed by EOS, coordinates, and tokens added on request.
 
-    Text is encoded greedily with `merges`. `token` adds a token for any bytes, so a rollout can be split anywhere.
+    Text is encoded by greedy longest match. `token` adds a token for any bytes, so a rollout can be split anywhere.
     """
 
     name = "toy"

@@ -33,7 +33,7 @@ def viewer(dataset: Path, folder: Path, *options: str) -> Iterator[str]:
 
 
 def chromium() -> str:
-    """Return Debian's Chromium, which `make test` installs; skip the test if it cannot be installed."""
+    """Return the path of Debian's Chromium, which `make test` installs; skip the test if it cannot be installed."""
     found = shutil.which("chromium")
     if found is None:
         if _succeeds("apt-get", "install", "--simulate", "chromium") and (

@@ -22,7 +22,7 @@ open_once = cache(open_tokenizer)
 
 
 def package_file(package: str, path: str) -> Path:
-    """Return a data file of an installed package without importing the package, whose dependencies may be missing."""
+    """Return the path of a data file in an installed package without importing the package."""
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.submodule_search_locations, f"{package} is not installed"
     found = [Path(root) / path for root in spec.submodule_search_locations if (Path(root) / path).exists()]
@@ -163,7 +163,9 @@ _MERGED = "aAsStTrRvVeEmMlLdD0129 \n\r\t.,'/"
 
 
 def tokenizer_of_pairs(pre_tokenizer: Any, *, normalizer: str | None = None) -> bytes:
-    """Merge most byte pairs, so that ids differ if two engines split words differently."""
+    """Return a tokenizer.json with most byte pairs as merges, so that ids differ if two engines split words
+    differently.
+    """
     alphabet = list(byte_alphabet())
     merged = [letter for letter, byte in byte_alphabet().items() if 0x80 <= byte < 0xF5 or chr(byte) in _MERGED]
     merges = [[one, other] for one in merged for other in merged]

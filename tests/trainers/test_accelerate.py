@@ -108,7 +108,9 @@ def test_the_losses_on_two_ranks_are_those_of_the_own_loop(two_ranks, own, way):
 
 
 def test_a_cache_would_mix_the_conversations_of_a_packed_row(weighted, model_folder):
-    """With a KV cache, the conversations would be mixed, so `causal_lm_loss` disables the cache by default."""
+    """With a KV cache, packed conversations would attend to each other, so `causal_lm_loss` disables the cache by
+    default.
+    """
     model = open_model(model_folder)
     batch = next(iter(train_loader(runs.new_accelerator(), weighted, PACKED, steps=1)))
     with torch.no_grad():

@@ -25,7 +25,7 @@ LOADED_HASHES = ("dataset_sha256", "config_sha256")
 
 
 class SavedState(NamedTuple):
-    """An audit state, and the JSON object `run` that contains the audit state and usually the loader state."""
+    """The audit state in a checkpoint, and `run`, the JSON object that contains it and usually the loader state."""
 
     audit: Mapping[str, Any]
     run: Mapping[str, Any]
@@ -36,7 +36,7 @@ class SavedState(NamedTuple):
 
 
 def saved_states(path: Path, log: Path) -> dict[str, SavedState]:
-    """Return the audit states that a checkpoint folder or a JSON file stores for a log, by file name."""
+    """Return the audit states for a log in a checkpoint folder or a JSON file, keyed by file name."""
     states: dict[str, SavedState] = {}
     for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
         try:

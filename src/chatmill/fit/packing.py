@@ -109,11 +109,12 @@ def _check(lengths: Index, capacity: int) -> None:
 
 
 def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> list[tuple[int, int, int]]:
-    """Place runs of rows in bins, longest rows first. Each run is a pair (length, number of rows).
+    """Place rows in bins, longest rows first. Each run is a group of rows of equal length, given as (length, number of
+    rows).
 
     Each step in the result is a tuple (first bin, number of bins, rows per bin). After a row is placed, its bin is also
-    the best fit for the next row of the same length, until the bin is full. Equally full bins receive the same number
-    of rows of one length, so one step fills a range of bins:
+    the best fit for the next row of the same length, until the bin has no space left for such a row. Equally full bins
+    receive the same number of rows of one length, so one step fills a range of bins:
 
         bins 7 to 9 with space for 5, six rows of 2  ->  (7, 3, 2)        space for 1 remains in each
     """

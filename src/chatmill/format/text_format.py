@@ -2,8 +2,8 @@
 
     <s> Once upon a time … </s>
 
-The text is surrounded by the tokens that the tokenizer itself adds. If the tokenizer adds no end token, the text ends
-with the EOS token of the tokenizer folder.
+The special tokens that the tokenizer adds by default are placed before and after the text. If the tokenizer adds no end
+token, the text ends with the EOS token of the tokenizer folder.
 
 A prompt and its completion are encoded separately, so that the prompt has the same tokens as at inference. If the
 tokenizer adds a space before every text, the prompt and its completion are encoded as one text, and a token that spans
@@ -90,7 +90,7 @@ def joined(record: Record, train_on: TrainOn) -> Record:
 
 
 def text_fault(record: Record, format: ChatFormat) -> RecordError | None:
-    """Return an error if only one of the two, the record or the format, has turns."""
+    """Return an error if a text record is used with a chat format, or a conversation with the format `text`."""
     if format.has_turns:
         if not record.is_text:
             return None

@@ -1,4 +1,4 @@
-"""Compute the loss of a step in trainers that average over ranks and micro-batches.
+"""Compute the loss of a step in trainers that average the losses of ranks and micro-batches.
 
     loss of a step = Σ weight · cross entropy / Σ weight        over all rows of the step
                    = the mean of the losses of its micro-batches on all ranks

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FetchedStep(NamedTuple):
-    """A fetched step, and the calls that report it to the audit log."""
+    """A step whose batch was fetched, and the calls that report the step to the audit log."""
 
     step: int
     calls: list[Callable[[], None]]
@@ -35,13 +35,13 @@ class TrainedSteps:
         """The call that reports the start of an epoch, just before the report of the epoch's first batch."""
 
     def report(self, steps: int) -> None:
-        """Report all fetched steps before step `steps`."""
+        """Report all fetched steps with a number below `steps`."""
         while self._fetched and self._fetched[0].step < steps:
             for call in self._fetched.popleft().calls:
                 call()
 
     def forget(self) -> None:
-        """Discard the steps that were fetched but not reported, because the loader is rewound."""
+        """Discard the steps that were fetched but not reported, for example when the loader is rewound."""
         self._fetched.clear()
         self._epoch_start = []
 

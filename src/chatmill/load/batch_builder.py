@@ -126,8 +126,8 @@ def count_sources(plan: LoadPlan, rows: Window, batch: Batch) -> Index:
 
 
 def _groups(steps: Iterator[PlannedStep], most: int) -> Iterator[list[PlannedStep]]:
-    """Yield lists of 1, 2, 4 … steps, up to `most`. If planning fails, yield the steps planned so far, then raise the
-    error.
+    """Yield lists of 1, 2, 4 … steps, with at most `most` steps per list. If planning fails, yield the steps planned so
+    far, then raise the error.
     """
     group: list[PlannedStep] = []
     size = 1

@@ -22,8 +22,8 @@ POLL_SECONDS = 0.1
 class Prefetcher(Generic[T]):
     """Iterates over `values`, with a thread that reads at most `depth` values ahead.
 
-    An exception in `values` is raised in place of the next value. The thread ends on `close`, or when the prefetcher is
-    garbage-collected.
+    An exception raised by `values` is raised instead of the next value. The thread ends on `close`, or when the
+    prefetcher is garbage-collected.
     """
 
     def __init__(self, values: Iterator[T], depth: int) -> None:

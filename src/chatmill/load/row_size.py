@@ -17,11 +17,10 @@ from chatmill.store.primer_cache import PrimerCache
 
 
 def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
-    """Return the average number of tokens, or of trained tokens, per eligible episode in a batch, depending on
-    `mix_by`.
+    """Return the average number of tokens, or of trained tokens (see `mix_by`), that an episode contributes to a batch.
 
-    Totals are read from the metadata. The index is scanned if episodes are skipped or truncated. The index is also
-    scanned to count trained tokens by the loss mask, because the first token of each row has no loss.
+    The token counts are read from the metadata. The episode index is scanned if episodes are skipped or truncated. The
+    index is also scanned to count trained tokens by the loss mask, because the first token of each row has no loss.
     """
     episodes = source.episodes(split)
     by_mask = config.mix_by == "trained_tokens" and config.use_loss_mask
@@ -60,7 +59,7 @@ def marked_tokens(source: DataSource, split: str) -> int:
 
 
 def _kept(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
-    """Count the tokens that appear in batches, in a shard that another program wrote.
+    """Count the tokens of a shard that appear in batches, in a dataset that another program wrote.
 
     With `by_mask`, count only trained tokens, without the first token of each row.
     """

@@ -1,7 +1,7 @@
 """Assembly: write the shards of a dataset from staged rows, as planned by `select` and `shard_plan`.
 
-Shards are written one after the other, or independently by any process with `write_shard`. Stream blocks are cut in
-order, because the start of a block depends on all tokens before it.
+Shards are written one after the other, or by several processes that call `write_shard`. With `--fit blocks`, shards are
+always written one after the other, because the start of a block depends on all tokens before it.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def assemble_by_shard(
     ledger: Ledger,
     on_tokens: Callable[[int], None],
 ) -> dict[str, SplitInfo]:
-    """Like `assemble`, but `write` writes the shards, in parallel, and yields their counts and hashes in order. Stream
-    blocks are not supported.
+    """Like `assemble`, but `write` writes the shards in parallel, and yields the `ShardInfo` of each shard in order.
+    `--fit blocks` is not supported.
     """
     numbers: dict[str, dict[File, int]] = {name: {} for name in split_names(job)}
     shards: dict[str, list[ShardInfo]] = {name: [] for name in numbers}
@@ -153,7 +153,9 @@ def _why_empty(
 
 
 def _rows(name: str, chosen: Sequence[Chosen], job: Job, ledger: Ledger) -> Iterator[tuple[str | None, Rows]]:
-    """Yield the rows of a split in order, with their source if the dataset stores sources."""
+    """Yield the rows of a split in order, each chunk with the name of its source, or None if the dataset stores no
+    sources.
+    """
     if job.fit != "blocks":
         for plan in plan_shards(name, chosen, job):
             yield from ((plan.source, rows) for rows in rows_of(plan))

@@ -5,7 +5,7 @@
     signature  u8[R, 128]       the low bytes of the MinHash values: the share of equal bytes estimates the similarity
 
 The similarity of two conversations is the Jaccard index of their sets of 5-token sequences; system messages are
-ignored. The column values of a record depend only on the record and the job.
+ignored. The column values of a record depend only on the record and the build settings.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Columns = Mapping[str, NDArray[Any]]
 
 @cache
 def _multipliers() -> NDArray[np.uint64]:
-    """Odd multipliers for hashing sequences; computed on first use, because few builds need them."""
+    """Return odd random multipliers for hashing token sequences, computed on first use."""
     return np.random.default_rng(_SEED).integers(0, 2**63, VALUES, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 
 
@@ -71,7 +71,7 @@ def dedupe_identity(job: Job) -> dict[str, Any]:
 
 
 def dedupe_columns(batch: Sequence[Record] | Sequence[Unrolled], rows: Rows, record_of: Index, job: Job) -> Columns:
-    """Return the columns for the records of a batch; empty if the job keeps duplicates."""
+    """Return the deduplication columns for the records of a batch, or an empty dict if the job keeps duplicates."""
     if not job.removes_duplicates:
         return {}
     records = batch if isinstance(batch, ChatColumns) else [_record(each) for each in batch]
@@ -84,7 +84,7 @@ def dedupe_columns(batch: Sequence[Record] | Sequence[Unrolled], rows: Rows, rec
 
 
 def joined_columns(batches: Sequence[Columns]) -> Columns:
-    """Join the columns of several batches for staging, with band keys grouped by band."""
+    """Concatenate the columns of several batches; the result for `bands` has the shape (bands, records)."""
     names = batches[0] if batches else ()
     columns = {name: np.concatenate([batch[name] for batch in batches]) for name in names}
     return columns | {name: column.T for name, column in columns.items() if name == "bands"}
@@ -130,14 +130,14 @@ def _key(record: Record) -> bytes:
 
 
 def _is_plain(message: Message) -> bool:
-    """Whether a message has only a role and a text."""
+    """Whether a message has no fields except its role and content."""
     others = (message.reasoning, message.tool_calls, message.train_ranges)
     named = (message.name, message.tool_call_id, message.weight)
     return message.role != NO_ROLE and message.complete and not any(others) and all(value is None for value in named)
 
 
 def _column_keys(columns: ChatColumns) -> bytes | None:
-    """Normalize all texts at once and return the keys; None if a text contains NUL, which separates the texts."""
+    """Return the keys of all records, normalizing all texts at once, or None if a text contains NUL, the separator."""
     place = offsets(columns.stop - columns.start + 1)
     parted = np.zeros(place[-1], dtype=np.uint8)
     copy_ranges(np.frombuffer(columns.data, dtype=np.uint8), columns.start, columns.stop, parted, place[:-1] + 1)
@@ -164,7 +164,7 @@ def _column_keys(columns: ChatColumns) -> bytes | None:
 def shingles(rows: Rows, record_of: Index, count: int) -> tuple[NDArray[np.uint64], Index]:
     """Return the hashes of all 5-token sequences of `count` records, and the offset of each record's hashes.
 
-    A record may have several consecutive rows; a message that is in two rows is counted twice.
+    A record can have several consecutive rows; the sequences of a message that is in two rows are hashed twice.
     """
     spans = rows.spans
     compared = np.isin(spans["part"], (Part.CONTENT, Part.REASONING, Part.TOOL_CALL))

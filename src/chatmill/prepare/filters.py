@@ -1,7 +1,7 @@
 """Filters that decide which records and rendered conversations a job keeps.
 
-Predicates, and filters on turns, text and language, check a record before it is rendered. The filters on token count
-and trained share apply to rendered rows, before truncation.
+User predicates and the filters on turns, text and language are applied to records before rendering. The filters on the
+number of tokens and the fraction of trained tokens are applied to rendered rows, before truncation.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RecordTest = Callable[[Record], bool]
 
 
 def reason(name: str) -> str:
-    """Return the name of a filter in the ledger and in the list of removed records."""
+    """Return the name that the ledger and the list of removed records use for a filter."""
     return "excluded" if name == EXCLUDE else f"filter {name}"
 
 
@@ -67,7 +67,7 @@ def all_filters(job: Job) -> tuple[Filters, ...]:
 
 @dataclass(frozen=True)
 class Predicate:
-    """A user function that is allowed to run, and the hash of the file that defines it."""
+    """A user-defined filter function that is allowed to run, and the hash of the file that defines it."""
 
     name: str
     """As module:function."""
@@ -132,7 +132,7 @@ def _loaded(predicate: Predicate) -> Callable[[Any], Any]:
 def record_tests(
     filters: tuple[Filters, ...], predicates: tuple[Predicate, ...] = ()
 ) -> tuple[tuple[str, RecordTest], ...]:
-    """Return the record filters that are set, each as a name and a function that returns whether a record passes.
+    """Return the configured record filters as pairs of a name and a function that returns whether a record passes.
 
     The function raises `RecordError` if a predicate fails.
     """
@@ -297,7 +297,8 @@ def failed_row_filters(
     """For each row, return 0 if it is kept, or 1 + the index in `NAMES` of the first filter that removes it.
 
     A conversation is kept or removed with all its rows, which are consecutive and have the same index in `record_of`.
-    The token count of a conversation is the length of its longest row; its trained share is computed over all its rows.
+    The token count of a conversation is the length of its longest row; its trained share is the fraction of trained
+    tokens in all its rows.
     """
     failed = np.zeros(len(record_of), dtype=np.uint8)
     if not len(record_of):

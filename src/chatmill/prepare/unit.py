@@ -75,7 +75,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a unit, apart from its staged files; small enough to send to the main process."""
+    """The result of a unit without its rows, which are in staged files; small enough to send to the main process."""
 
     number: int
     files: int
@@ -105,7 +105,9 @@ def job_renderer(job: Job) -> Renderer:
 
 
 def renderer_identity(renderer: Renderer) -> dict[str, Any]:
-    """Return the values that must be the same in all processes and in a resumed build."""
+    """Return the format, tokenizer hash and control tokens, which must be the same in all processes and in a resumed
+    build.
+    """
     tokenizer = renderer.tokenizer
     return {"format": renderer.to_json(), "tokenizer": tokenizer.sha256, "control": dict(tokenizer.control_ids)}
 
@@ -131,7 +133,7 @@ def same_renderer(job: Job, identity: Mapping[str, Any]) -> Renderer:
 def run_unit(
     unit: Unit, job: Job, renderer: Renderer, folder: Place, *, read: Callable[..., Iterable[Block]] = read_blocks
 ) -> Done:
-    """Read, render and fit one unit. With `on_error` "stop", raises the first error of the unit.
+    """Read, render and fit one unit. With `on_error` "stop", raise the first error of the unit.
 
     `read` is called like `read_blocks`, and yields the records of the unit.
     """
@@ -154,7 +156,7 @@ def run_unit(
 
 
 def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[Rows, Index]:
-    """Truncate the rows, and return for each row the index of the rendered row that it comes from. With `--fit blocks`,
+    """Truncate rendered rows; also return, for each truncated row, the index of its rendered row. With `--fit blocks`,
     rows are not truncated.
     """
     if job.fit == "blocks":
@@ -227,7 +229,9 @@ class _Records:
         self.excluded_ids: set[str] = set()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches in input order: columns where possible, lists of about `CHUNK` rows otherwise."""
+        """Yield batches of records in input order: as `ChatColumns` if possible, otherwise as lists that render to
+        about `CHUNK` rows.
+        """
         waiting: list[Any] = []
         count = 0
         try:
@@ -285,7 +289,7 @@ class _Records:
                 self.excluded_ids.add(record.id)
 
     def filtered(self, rows: Rows, record_of: Index) -> tuple[Rows, Index]:
-        """Return the rendered rows that pass the filters on tokens and the trained share, and their records."""
+        """Return the rendered rows that pass the row filters, and the record index of each row."""
         if not has_row_filters(self._filters):
             return rows, record_of
         tokens = np.diff(rows.row_start)
@@ -306,7 +310,9 @@ class _Records:
         return rows.take(kept), record_of[kept]
 
     def removed(self) -> NDArray[Any]:
-        """Return the line of each record removed by a filter, in order, and the index of the filter."""
+        """Return the line number of each record removed by a filter, and the index of the filter, sorted by line
+        number.
+        """
         removed = np.empty(len(self._removed_line), dtype=REMOVED)
         removed["line"], removed["filter"] = self._removed_line, self._removed_by
         return removed[np.argsort(removed["line"], kind="stable")]
@@ -406,7 +412,7 @@ class _StagedFiles:
 
 
 def _check_ids(rows: Rows, vocab_size: int) -> None:
-    """Check that all ids are in the vocabulary; storing a larger id in a narrow dtype would change it."""
+    """Raise `RecordError` if a token id is outside the vocabulary, because the id may not fit the stored dtype."""
     if len(rows.ids) and (largest := int(rows.ids.max())) >= vocab_size:
         origin = rows.origins[np.searchsorted(rows.segment_start, int(rows.ids.argmax()), side="right") - 1]
         fault = RecordError(f"token id {largest}", f"expected an id below {vocab_size}", kind="vocabulary")

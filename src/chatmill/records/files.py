@@ -1,4 +1,4 @@
-"""Expand inputs to local and remote files, and open files, including compressed files."""
+"""Expand names, globs and folders to local and remote files, and open plain and compressed files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BUFFER = 1 << 18
 
 
 def expand(inputs: Sequence[str | Place]) -> list[Place]:
-    """Expand names, globs and folders to files, each file once; the files of a glob or folder are sorted."""
+    """Expand names, globs and folders to a list of distinct files; the files of a glob or folder are sorted."""
     given = [inputs] if isinstance(inputs, str | Path | Url) else inputs
     refuse_repeated(given)
     files: dict[Any, Place] = {}
@@ -55,18 +55,18 @@ def refuse_repeated(names: Iterable[str | Place]) -> None:
 
 
 def local_files(inputs: Sequence[str | Place]) -> list[Path]:
-    """Return the local files of `inputs`; a command must not overwrite these files."""
+    """Return the local files in `inputs`, which a command must not overwrite."""
     here = [path for name in inputs if isinstance(path := place(name), Path)]
     return [path for path in expand(here) if isinstance(path, Path)]
 
 
 def identity(path: Place) -> Path | Url:
-    """Return a value that is the same for all names of a file."""
+    """Return the resolved path of a local file, or the URL of a remote file, to detect files that are given twice."""
     return path.resolve() if isinstance(path, Path) else path
 
 
 def suffix(path: Place) -> str:
-    """Return the suffix of a file, such as `.jsonl.gz`; raise `DataError` if it is unknown."""
+    """Return the suffix of a file, such as `.jsonl.gz`; raise `DataError` if the suffix is not supported."""
     for known in reversed(SUFFIXES):
         if path.name.lower().endswith(known):
             return known
@@ -79,17 +79,17 @@ def compression(path: Place) -> str:
 
 
 def kind(path: Place) -> str:
-    """Return the suffix of a file without compression, one of KINDS."""
+    """Return the suffix of a file without its compression suffix, such as `.jsonl`."""
     return suffix(path).removesuffix(compression(path))
 
 
 def source_name(path: Place) -> str:
-    """Return the source name of a file: `conversations` for `data/conversations.jsonl.gz`."""
+    """Return the file name without its suffix: `conversations` for `data/conversations.jsonl.gz`."""
     return path.name[: -len(suffix(path))]
 
 
 def label(path: Place) -> str:
-    """Return the name of a file as the user gave it, without secrets in a URL."""
+    """Return the name of a file as the user gave it, without credentials in a URL."""
     return NAME if is_standard_input(path) else str(path)
 
 
@@ -124,14 +124,14 @@ def open_bytes(
 
 
 def _check_form(path: Place, start: bytes) -> None:
-    """Reject a text file that starts with the magic bytes of another format."""
+    """Raise `RecordError` if a text file starts with the magic bytes of another format."""
     if form := form_of(start):
         what = "the decompressed content" if compression(path) else "the file"
         raise RecordError(f"{what} is {form.name}, not {kind(path)} text", form.right, kind="file_type")
 
 
 def check_text(path: Place) -> None:
-    """Reject a file that does not start with UTF-8 text."""
+    """Raise `DataError` if the start of a file is not UTF-8 text."""
     with open_bytes(path) as file:
         try:
             getincrementaldecoder("utf-8")().decode(file.read(_BUFFER))
@@ -191,7 +191,7 @@ def _is_hidden(url: Url, known: int = 3) -> bool:
 
 
 def _walk(folder: Path) -> list[Path]:
-    """List all files below a folder; follow links, and skip hidden files."""
+    """Return all files in a folder and its subfolders; follow symbolic links, and skip hidden files."""
     files, seen = [], set()
     for above, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
         # Following a link to a parent folder would never end.
@@ -209,7 +209,7 @@ def _raise(error: OSError) -> None:
 
 
 def _files_in(folder: Place, files: Sequence[Place]) -> list[Place]:
-    """Return the record files of a folder, sorted; warn about other files."""
+    """Return the sorted record files of a folder; warn about other files."""
     if datasets := [path.parent for path in files if path.name == METADATA]:
         what = "is a dataset" if datasets[0] == folder else f"contains the dataset {shown(datasets[0])}"
         raise DataError(f"{shown(folder)}: {what}; expected a folder with only conversations, or a glob")

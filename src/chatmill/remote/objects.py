@@ -1,4 +1,5 @@
-"""Read, write, list and remove objects, with retries. Error messages are one line, and never contain credentials.
+"""Read, write, list and remove remote objects, with retries. Error messages are one line, and never contain
+credentials.
 
 A request is retried after transient errors, such as a broken connection or a rate limit. Retries stop after `ATTEMPTS`
 attempts, or after `TIME_LIMIT` seconds if at least two attempts were made. Errors that a retry cannot fix, such as a
@@ -159,7 +160,7 @@ def write(url: Url, data: bytes, *, new: bool = False, replaces: str | None = No
     """Write an object atomically.
 
     With `new`, raise `ExistingObjectError` if the object exists. With `replaces`, raise `ExistingObjectError` if the
-    object is missing or has another version. If the store supports conditional writes, only one of two concurrent
+    object is missing or has a different version. If the store supports conditional writes, only one of two concurrent
     writers succeeds; see docs/how-to/remote.md.
     """
     check_writable(url)
@@ -320,7 +321,7 @@ def _urls_of(url: Url, names: Iterable[str]) -> list[Url]:
 
 
 def _object_names(names: Iterable[str]) -> list[str]:
-    """Sort names, and omit folder placeholders."""
+    """Return the sorted names without folder placeholders, which end with "/"."""
     return sorted(name for name in names if not name.endswith("/"))
 
 
@@ -338,10 +339,10 @@ def _retried(
     bulk: bool = False,
     is_done: Callable[[], bool] = lambda: False,
 ) -> T | Any:
-    """Return the result of `call(filesystem, path)`, and retry after transient errors.
+    """Return the result of `call(filesystem, path)`; retry the call after transient errors.
 
-    A `bulk` call ignores `TIME_LIMIT`. If a precondition fails on a retry, `is_done` checks whether an earlier attempt
-    already made the change.
+    If `bulk` is set, `TIME_LIMIT` does not apply. If a precondition fails on a retry, `is_done` checks whether an
+    earlier attempt has succeeded.
     """
     delay = FIRST_DELAY
     first = time.monotonic()

@@ -3,7 +3,7 @@
 For example, `, "object_3": {"desc": "bird", "bbox_2d": ["<|coord_1|>", …]}}` completes an answer with two objects.
 
 A `Stretch` is a text and the coordinates after it. The token ids of a stretch are cached without the coordinate values,
-because the same text often occurs with other coordinates.
+because the same text often occurs with different coordinates.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ def encode_append(
     *,
     before: str = "",
 ) -> Appended:
-    """Return the text of `serialize_append` and its tokens. The objects must come from `schema.check`.
+    """Return the text of `serialize_append` and its tokens. The objects must be results of `schema.check`.
 
-    `before` is text from the end of the prefix. The returned tokens include `before`, but the returned text does not.
+    `before` is the end of the prefix, which is encoded again together with the appended text. The returned tokens
+    include `before`, but the returned text does not.
     """
     stretches, coordinates = _stretches(objects, start_index, prefix_text, schema)
     if before:
@@ -131,7 +132,7 @@ def _key(before: str, number: int) -> TextPart:
 
 
 def _texts(stretch: Stretch) -> list[str]:
-    """Return the text before each coordinate or, without coordinates, the whole text."""
+    """Return the text before each coordinate, or the whole text if the stretch has no coordinates."""
     run, separators, count = stretch
     return [_text(run), *(separators[at % len(separators)] for at in range(count - 1))]
 

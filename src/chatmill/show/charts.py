@@ -21,7 +21,7 @@ LABEL_LINES = 3
 
 
 def tag(name: str, *children: str, **attributes: object) -> Markup:
-    """Return a markup element with escaped text and attribute values. In attribute names, `_` becomes `-`, and a
+    """Return an HTML or SVG element with escaped text and attribute values. In attribute names, `_` becomes `-`, and a
     trailing `_` is removed.
     """
     written = "".join(
@@ -49,7 +49,7 @@ def compact(number: float) -> str:
 
 
 def nice(least: float) -> float:
-    """Return the smallest of 1, 2, 2.5, 5, 10, 20 … that is at least `least`."""
+    """Return the smallest round number (1, 2, 2.5 or 5 times a power of ten) that is at least `least`."""
     size = 10.0 ** (len(str(int(max(least, 1)))) - 1) if least >= 1 else 0.01
     while True:
         for step in (1, 2, 2.5, 5):
@@ -61,7 +61,9 @@ def nice(least: float) -> float:
 def histogram(
     counts: Sequence[int], names: Sequence[str], labels: Mapping[int, str], *, title: str, x_label: str, y_label: str
 ) -> Markup:
-    """Draw a bar chart with names as tooltips; `labels` maps the index of a bar to the text below its left edge."""
+    """Draw a bar chart; `names` are shown as tooltips, and `labels` maps the index of a bar to the text below its left
+    edge.
+    """
     most = nice(max([*counts, 1]) / TICKS) * TICKS
     width = (WIDTH - LEFT - RIGHT) / max(1, len(counts))
     parts = _axes(most, x_label, y_label)
@@ -79,7 +81,7 @@ def histogram(
 def lines(
     series: Sequence[tuple[str, str, Sequence[float]]], labels: Sequence[str], *, title: str, x_label: str
 ) -> Markup:
-    """Draw a line chart of shares from 0 to 1; each line is (name, CSS class, values)."""
+    """Draw a line chart of percentages; each series is (name, CSS class, fractions from 0 to 1)."""
     parts = _axes(1.0, x_label, "", percent=True)
     step = (WIDTH - LEFT - RIGHT - 40) / max(1, len(labels) - 1)
     x = [LEFT + 20 + at * step for at in range(len(labels))]
@@ -101,8 +103,8 @@ def lines(
 
 
 def _value_places(points: Sequence[float]) -> list[float]:
-    """Return the y coordinates of labels that have the same x coordinate. The top label is above its point, and the
-    other labels are below their points if there is room.
+    """Return the y coordinates of the labels of several points with the same x coordinate. The top label is above its
+    point, and the other labels are below their points if there is room.
     """
     places, free = [0.0] * len(points), float("inf")
     for rank, at in reversed(list(enumerate(sorted(range(len(points)), key=lambda at: points[at])))):
@@ -190,7 +192,7 @@ def flow(columns: Sequence[Sequence[Node]], links: Sequence[Link], *, title: str
 
 
 def _label(node: Node, step: float) -> list[str]:
-    """Split the name of a node into lines that fit its column in any common font."""
+    """Split the name of a node into lines that fit the width of its column in any common font."""
     room = (step - LABEL_LEFT - LABEL_RIGHT) / 12.5
     lines, left = [""], node.name
     while left:
@@ -215,7 +217,7 @@ def _label(node: Node, step: float) -> list[str]:
 
 
 def _ems(text: str) -> float:
-    """Return an upper bound on the width of bold text in common fonts."""
+    """Return an upper bound on the width, in em, of bold text in common fonts."""
     return sum(1.5 if each > "\u2e7f" else 1.15 if each in "mwMW@%" or each > "\u024f" else 0.8 for each in text)
 
 
@@ -224,7 +226,7 @@ def _label_height(label: Sequence[str]) -> float:
 
 
 def _tops(column: Sequence[Node], sizes: Sequence[float], labels: Sequence[Sequence[str]]) -> list[float]:
-    """Return the y coordinate of each node; nodes do not overlap the label of the previous node."""
+    """Return the y coordinate of the top of each node, so that no node overlaps the label of the previous node."""
     y, tops = 10.0, []
     for at, (node, size, label) in enumerate(zip(column, sizes, labels, strict=True)):
         y += GROUP_GAP if at and node.kind in ("lost", "added") and node.kind != column[at - 1].kind else 0

@@ -29,7 +29,7 @@ CLIENT_SECONDS = 20.0
 
 
 class LimitedServer(uvicorn.Server):
-    """A server that accepts a few connections at a time, and queues the others."""
+    """A server that accepts a few connections at a time, while the other connections wait in a queue."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(

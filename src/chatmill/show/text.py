@@ -1,4 +1,4 @@
-"""Decode tokens to escaped text, and search this text, ignoring case."""
+"""Decode tokens to text for display, and search the text of episodes, ignoring case."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONTEXT = 40
 
 
 def visible(text: str, *, keep: str = "", limit: int | None = None) -> str:
-    """Like `one_line`, but for conversation text, which may contain zero-width joiners."""
+    """Like `one_line`, but keep zero-width joiners, which occur in conversation text."""
     return one_line(text, limit, keep=keep + JOINERS)
 
 
@@ -53,7 +53,7 @@ class TokenText:
         return "".join(SPACE[each] for each in text) if text and set(text) <= SPACE.keys() else visible(text)
 
     def text(self, ids: Sequence[int], *, keep: str = "", limit: int | None = None) -> str:
-        """Return the text of all tokens, decoded together."""
+        """Decode a sequence of tokens to one string."""
         # A character spans at most four tokens, so 4 * limit nonempty tokens contain at least `limit` characters.
         ids = ids if limit is None else ids[: 4 * limit + 4]
         return visible(b"".join(map(self.piece, ids)).decode("utf-8", "backslashreplace"), keep=keep, limit=limit)
@@ -63,14 +63,14 @@ class TokenText:
 
 
 def fold(text: bytes) -> bytes:
-    """Case-fold text; bytes that are not UTF-8, such as END, do not change."""
+    """Case-fold UTF-8 text; bytes that are not valid UTF-8, such as END, do not change."""
     if text.replace(END, b"").isascii():
         return text.lower()
     return text.decode("utf-8", "surrogateescape").casefold().encode("utf-8", "surrogateescape")
 
 
 def folded_query(query: str) -> bytes:
-    """Return the bytes to search for in folded text."""
+    """Return the case-folded search string as UTF-8; raise `UsageError` if it is empty."""
     folded = query.casefold().encode("utf-8", "replace")
     if not folded:
         raise UsageError("the search text is empty; enter at least one character")
@@ -90,7 +90,9 @@ class PieceTable:
         self._bytes = np.frombuffer(b"".join(pieces), dtype=np.uint8).astype(np.uint32)
 
     def folded(self, rows: Rows) -> tuple[bytes, Index]:
-        """Return the folded text of rows, each followed by END, and the offsets of the rows and of the end."""
+        """Return the case-folded text of all rows, with END after each row, and the byte offsets of the rows in this
+        text.
+        """
         end = len(self._length) - 1
         ids = np.insert(np.minimum(rows.ids, end - 1).astype(np.int64), rows.row_start[1:], end)
         text = fold(copy_tokens(self._bytes, self._start[ids], self._length[ids]).astype(np.uint8).tobytes())
@@ -100,7 +102,7 @@ class PieceTable:
 def find(
     episodes: Episodes, text: TokenText, query: str, *, progress: Callable[[int], None] = lambda count: None
 ) -> Iterator[int]:
-    """Yield the episodes that contain a search string, ignoring case."""
+    """Yield the numbers of the episodes that contain the search string, ignoring case."""
     wanted, table, first = folded_query(query), PieceTable(text), 0
     for rows in episodes.sweep(tokens=1 << 20):
         folded, start = table.folded(rows)
@@ -124,7 +126,7 @@ class TextMatch(NamedTuple):
 
 
 def locate(ids: list[int], text: TokenText, query: str) -> TextMatch | None:
-    """Return the first match of a text in these tokens, ignoring case."""
+    """Return the first match of the search string in the decoded tokens, ignoring case, or None."""
     pieces = [text.piece(id) for id in ids]
     whole = b"".join(pieces).decode("utf-8", "surrogateescape")
     folded = [character.casefold() for character in whole]

@@ -84,7 +84,7 @@ def clean_dataset(url: Url, *, older_than: float = DAY, dry_run: bool = False) -
 
 
 def _named(url: Url, there: dict[str, ObjectInfo], others: Sequence[str]) -> set[str]:
-    """Return the hashes in the metadata; raise `DataError` if there is no dataset and no leftover at the URL."""
+    """Return the file hashes in the metadata; raise `DataError` if the URL has neither a dataset nor leftovers."""
     named = _named_now(url)
     if named:
         return named
@@ -98,7 +98,7 @@ def _named(url: Url, there: dict[str, ObjectInfo], others: Sequence[str]) -> set
 
 
 def _ages(left: Sequence[str], own: dict[str, re.Match[str]], there: dict[str, ObjectInfo]) -> dict[str, float | None]:
-    """Return the age of each leftover in seconds. All staged parts of a build get the age of the youngest part."""
+    """Return the age of each leftover in seconds. All staged files of a build get the age of the most recent file."""
     now = time.time()
     ages = {name: None if (at := there[name].modified) is None else now - at for name in left}
     builds: dict[str, list[str]] = {}
@@ -130,7 +130,7 @@ def _remove(url: Url, names: Sequence[str]) -> None:
 
 
 def _named_now(url: Url) -> set[str]:
-    """Return the hashes in the metadata, or an empty set if the URL has no metadata."""
+    """Return the file hashes in the metadata, or an empty set if the URL has no metadata."""
     # Read the object itself, because listings may lag behind.
     if objects.find(url / METADATA) is None:
         return set()

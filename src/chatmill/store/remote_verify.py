@@ -16,7 +16,7 @@ from chatmill.store.remote_files import RemoteFiles
 
 
 def size_faults(files: RemoteFiles) -> Iterator[str]:
-    """Yield faults for objects that are missing or have the wrong size."""
+    """Yield an error message for each object that is missing or has the wrong size."""
 
     def fault(path: Place) -> str:
         url, info = files.object_of(path)
@@ -40,7 +40,9 @@ class Downloads:
         self._files, self._folder = files, folder
 
     def replace(self, paths: Iterable[Place]) -> Iterator[str]:
-        """Download files and remove the files downloaded earlier; yield a fault for each file with the wrong hash."""
+        """Remove the earlier downloads and download `paths`; yield an error message for each failed download or wrong
+        hash.
+        """
         for old in self._folder.iterdir():
             old.unlink()
         for path in paths:
@@ -55,7 +57,7 @@ class Downloads:
                 yield f"{_named(path, url)}: sha256 is {digest[:12]}…, {recorded}; the object was changed"
 
     def fetch(self, url: Url, *, size: int, sha256: str) -> Path:
-        """Return the downloaded file with this hash. Has the same signature as `cache.fetch`."""
+        """Return the path of the downloaded file with this hash. The signature is the same as that of `cache.fetch`."""
         return self._folder / sha256
 
     def _download(self, url: Url, size: int, to: Path) -> str:

@@ -63,7 +63,7 @@ def main(
     """Run the train command with the flags in `args`; the default is `sys.argv`.
 
     `tokenizer_sha256` returns the hash of the tokenizer that chatmill.toml specifies. `report_page` returns the report
-    page of a dataset, which the trackers log.
+    page of a dataset, which is logged to the experiment trackers.
     """
     with errors_of_first_rank():
         given, unknown = parser(prog).parse_known_args(with_bare_switches(sys.argv[1:] if args is None else args))
@@ -180,7 +180,7 @@ def run(
     tokenizer_sha256: TokenizerHash | None = None,
     report_page: ReportPage | None = None,
 ) -> TrainResult:
-    """Train with these flags, given as a mapping from flag name to text."""
+    """Train with the given flags, a mapping from flag names to unparsed values."""
     where = _run_flags(flags)
     if where.model_name is None:
         raise UsageError("--model_name is missing; expected a name for the run")
@@ -209,7 +209,9 @@ def estimate(flags: Mapping[str, str]) -> Fit:
 
 
 def _config_of(flags: Mapping[str, str], where: RunFlags, settings: Any) -> tuple[TrainConfig, list[str]]:
-    """Merge chatmill.toml, the config file and flags; return the config, and notes about where its values come from."""
+    """Merge chatmill.toml, the config file, environment variables and flags; return the config, and notes on values
+    that the user did not pass.
+    """
     stored = local_path(where.out_dir) / (where.model_name or "") / CONFIG
     resumes = where.config_file is None and where.resume is not None and stored.is_file()
     file = str(stored) if resumes else where.config_file
@@ -248,12 +250,12 @@ def _print_fit(fit: Fit) -> None:
 
 
 def _shown(project: Mapping[str, Any], stated: Mapping[str, Any]) -> list[str]:
-    """Format the keys whose values come from chatmill.toml."""
+    """Return the keys and values from chatmill.toml that are not overridden."""
     return [f"{name} {one_line(json.dumps(value), 300)}" for name, value in project.items() if name not in stated]
 
 
 def val_lines(result: TrainResult) -> list[str]:
-    """Return one line with the val losses of all sources in a mix, or no lines if the run has no mix."""
+    """Return a list with one line, the val losses of all sources in a mix, or an empty list if the run has no mix."""
     shown = []
     for name, each in result.val_sources.items():
         loss = None if each is None else each["loss"]
@@ -263,9 +265,9 @@ def val_lines(result: TrainResult) -> list[str]:
 
 
 def best_lines(result: TrainResult) -> list[str]:
-    """Return a line with the lowest val loss and its checkpoint.
+    """Return a list with one line, the lowest val loss and its checkpoint.
 
-    If no checkpoint was kept and the last val loss is the lowest, return no lines.
+    The list is empty if the run has no val loss, or if no best checkpoint was kept and the last val loss is the lowest.
     """
     if result.best_val_loss is None or result.best_step is None:
         return []

@@ -70,7 +70,7 @@ def open_ready(
     """Load the model in a model folder, checkpoint or run, in eval mode and in the precision of its files.
 
     `base` and `base_model` apply only to adapters. If the base model was quantized in training, `base` selects its
-    quantized or its original weights. If the base model has moved, `base_model` is its new folder.
+    quantized or its original weights for inference. If the base model has moved, `base_model` is its new folder.
     """
     folder = model_folder(path)
     if base != "trained" and not is_adapter(folder):

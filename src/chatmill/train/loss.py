@@ -1,8 +1,8 @@
 """Loss functions: their interface, and weighted cross entropy over trained tokens.
 
 The head runs on one chunk of trained positions at a time, so the logits of a whole batch are never materialized. Losses
-are sums, which the loop divides by the total weight of the global batch. The final loss does not depend on how the
-batch is split over micro-batches and ranks.
+are weighted sums over tokens, which the training loop divides by the total weight of the global batch. The final loss
+does not depend on how the batch is split over micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class LMHead:
     """Soft cap on the logits z: cap · tanh(z / cap)."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute the float32 logits for a few hidden states."""
+        """Compute the logits for hidden states, in float32."""
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         z = F.linear(hidden, self.weight.to(hidden.dtype), bias).float() * self.scale
         return z if self.cap is None else self.cap * torch.tanh(z / self.cap)
@@ -114,8 +114,8 @@ def trained_states(hidden: Tensor, targets: TrainedPositions) -> Tensor:
 
 
 def by_segment(losses: Losses, targets: TrainedPositions, segments: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return Σ weight · loss and Σ weight for each segment, as (rows, count) tensors. The loss of a segment is
-    (Σ weight · loss) / Σ weight.
+    """Return Σ weight · loss and Σ weight for each segment, as tensors of shape (rows, count). `count` is the number of
+    segments per row. The loss of a segment is (Σ weight · loss) / Σ weight.
     """
     place = targets.index
     cell = place // segments.shape[1] * count + segments.flatten()[place]
@@ -134,7 +134,7 @@ def weighted_loss(hidden: Tensor, head: LMHead, targets: TrainedPositions) -> Lo
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """One autograd function for the head and the cross entropy; it computes the gradients during the forward pass."""
+    """Output head and cross entropy as one autograd function, which computes the gradients in the forward pass."""
 
     @staticmethod
     def forward(
@@ -163,8 +163,8 @@ def _chunked_loss(
 ) -> tuple[Losses, tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """Compute the losses at the trained positions and the gradients of their weighted sum.
 
-    `needed` tells whether to compute the gradients of the hidden states, the weight and the bias. The logits of each
-    chunk are overwritten with their gradients.
+    `needed` contains three flags: whether to compute the gradients of the hidden states, the weight and the bias. The
+    logits of each chunk are overwritten with their gradients.
     """
     matrix = head.weight.to(hidden.dtype)
     bias = None if head.bias is None else head.bias.to(hidden.dtype)
@@ -190,7 +190,9 @@ def _chunked_loss(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a matrix product to a float32 sum. On a GPU, the product is not rounded to the dtype of its factors."""
+    """Add the matrix product `a @ b` to `total`, a float32 tensor. On an NVIDIA GPU, the product is not rounded to the
+    dtype of `a` and `b`.
+    """
     if a.is_cuda and torch.version.hip is None and a.dtype != torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
@@ -198,7 +200,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _chunks(count: int, matrix: Tensor) -> list[tuple[int, int]]:
-    """Split positions into ranges of about equal size whose logits stay within the size limit."""
+    """Split `count` positions into ranges of about equal size, so that the logits of a range do not exceed the size
+    limit.
+    """
     limit = GPU_LOGIT_BYTES if matrix.is_cuda else LOGIT_BYTES
     most = max(1, limit // (matrix.element_size() * matrix.shape[0] * MULTIPLE)) * MULTIPLE
     number = -(-count // most)
@@ -207,7 +211,7 @@ def _chunks(count: int, matrix: Tensor) -> list[tuple[int, int]]:
 
 
 def entropy(logits: Tensor, ids: Tensor, weights: Tensor, scale: float, cap: float | None) -> Tensor:
-    """Return the cross entropy of each row; overwrite the logits with the gradient of Σ weight · loss."""
+    """Return the cross entropy of each row of logits; overwrite the logits with the gradient of Σ weight · loss."""
     z = logits.float() * scale
     if cap is not None:
         z = cap * torch.tanh(z / cap)

@@ -55,7 +55,7 @@ SHOWN_RANKS = 8
 
 
 class RankError(ChatmillError):
-    """An error on a single rank, reported by that rank; rank 0 reports errors that all ranks raise."""
+    """An error that is reported by the rank on which it occurs; rank 0 reports the errors that occur on all ranks."""
 
 
 class LostRankError(RankError):
@@ -81,7 +81,7 @@ class _Connection:
 
 @dataclass
 class _Fault:
-    """The lost ranks, and the first error of a failed rank."""
+    """The ranks that were lost, and the error of the first rank that failed."""
 
     lost: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Lost ranks, each with its host and the reason for the loss."""
@@ -104,7 +104,7 @@ class RankWatch:
     """The connections of this rank to other ranks, watched by a thread until `close` is called."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        """Connect to the hubs, whose addresses are in the store; all ranks must create a `RankWatch`."""
+        """Connect to the hubs, whose addresses are in the distributed store; all ranks must create a `RankWatch`."""
         self._rank, self._size, self._host = rank, size, one_line(socket.gethostname(), 64)
         self._lock = threading.RLock()
         self._fault = _Fault()
@@ -271,7 +271,7 @@ class RankWatch:
             self._note({"lost": peer.rank, "host": peer.host, "how": how})
 
     def _take(self, peer: _Connection, line: bytes) -> bool:
-        """Handle a message; return False if the message is invalid or is not allowed from this peer."""
+        """Handle a message from another rank; return False if the message is invalid or not allowed."""
         try:
             message = json.loads(line)
             if peer.rank is None:

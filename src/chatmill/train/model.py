@@ -1,7 +1,7 @@
-"""The model interface that the loop, evaluation and generation use for every model family.
+"""The interface of all model families, used by the training loop, evaluation and generation.
 
-The loss of a batch is computed in two steps. A model (`CausalModel`) computes hidden states and provides its head. A
-loss function (`LossFunction` in loss.py) computes the loss from the hidden states and the head.
+The loss of a batch is computed in two steps. A model (`CausalModel`) computes hidden states and provides its output
+head. A loss function (`LossFunction` in loss.py) computes the loss from the hidden states and the output head.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Inputs(NamedTuple):
 def usable_precision(compute: torch.dtype | None) -> torch.dtype | None:
     """Return `compute`, after making sure that torch can compute in this dtype without printing a warning.
 
-    On an Arm processor without bfloat16 instructions, the first bfloat16 product prints a thirty-line warning and turns
-    oneDNN off. Turning oneDNN off before the first product gives the same results without the warning.
+    On an Arm processor without bfloat16 instructions, the first bfloat16 matrix product prints a thirty-line warning
+    and turns oneDNN off. Turning oneDNN off before the first matrix product gives the same results without the warning.
     """
     is_arm = platform.machine() == "aarch64" and torch.backends.mkldnn.is_available()
     if compute is torch.bfloat16 and is_arm and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -78,7 +78,7 @@ class DecodingCache(Protocol):
     """The cached keys and values of all tokens processed so far during generation, for each row."""
 
     def take(self, rows: Tensor) -> None:
-        """Keep only these rows of the cache, in this order; a row may occur more than once."""
+        """Replace the cached rows by the rows with the given indices; an index can occur more than once."""
 
 
 class SavedPart(NamedTuple):
@@ -114,7 +114,7 @@ class CausalModel(nn.Module):
 
     @abstractmethod
     def hidden(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
-        """Compute the hidden states (rows, length, width) for the head; tokens attend only to their own segment."""
+        """Compute the final hidden states (rows, length, width); tokens attend only to tokens of the same segment."""
 
     @abstractmethod
     def head(self) -> LMHead:
@@ -126,8 +126,8 @@ class CausalModel(nn.Module):
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor, room: int) -> tuple[Tensor, DecodingCache]:
-        """Run right-padded prompts (rows, length); return the logits (rows, vocabulary) after each prompt, and the
-        cache.
+        """Process right-padded prompts (rows, length); return the next-token logits (rows, vocabulary) of each prompt,
+        and the KV cache.
 
         `room` is the maximum number of tokens to generate after a prompt.
         """
@@ -154,14 +154,15 @@ class CausalModel(nn.Module):
         """
 
     def save_parts(self, folder: Path, like: Mapping[str, Tensor]) -> list[SavedPart] | None:
-        """Write a model folder without weights; return the groups of weights to save, or None if not supported.
+        """Write all files of a model folder except the weights, and return the groups of weights to save.
 
-        `like` contains the weights on the meta device, in the dtypes of the files to write.
+        `like` contains the weights as meta tensors, in the dtypes in which they will be saved. Return None if the model
+        family cannot save its weights in groups.
         """
         return None
 
     def saved_tensors(self, part: SavedPart, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors to save for a group of weights, by their names in the files."""
+        """Return the tensors to save for a group of weights, keyed by their names in the saved files."""
         return {name: weights[weight] for weight, name in zip(part.weights, part.saved, strict=True)}
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
@@ -169,7 +170,7 @@ class CausalModel(nn.Module):
         return None
 
     def with_lora(self, sizes: LoraSizes, folder: Path) -> CausalModel:
-        """Add new adapters to this model and freeze its weights. The model was loaded from `folder`."""
+        """Add new LoRA adapters to this model and freeze its other weights. `folder` is the folder of the model."""
         raise UsageError(f"{folder}: is not a Hugging Face model, but lora is set; LoRA requires a Hugging Face model")
 
     def trained_state(self) -> dict[str, Tensor]:
@@ -179,8 +180,8 @@ class CausalModel(nn.Module):
     def compile_blocks(self, *, recompute: bool = True) -> None:
         """Compile each block with static shapes; blocks with the same code and shapes are compiled only once.
 
-        If `recompute` is set, the backward pass recomputes elementwise operators. Recomputation saves a quarter of the
-        memory at the same speed. Do not combine `recompute` with activation checkpointing, because the two together
+        If `recompute` is set, the backward pass recomputes elementwise operators. Recomputation reduces memory use by a
+        quarter at the same speed. Do not combine `recompute` with activation checkpointing, because the two together
         need more memory than checkpointing alone. `recompute` applies to all models in the process.
         """
         import torch._functorch.config as partitioner

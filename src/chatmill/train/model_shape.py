@@ -104,7 +104,9 @@ def _new_gpt(config: TrainConfig, vocab_size: int, compute: torch.dtype | None) 
 def _hugging_face_shape(
     files: ModelFiles, config: TrainConfig, weights: WeightPrecision, compute: torch.dtype | None
 ) -> ModelShape:
-    """Return the shape of a Hugging Face model, from the file headers if the model cannot be built without weights."""
+    """Return the weight shapes of a Hugging Face model, from the file headers if the model cannot be built without
+    weights.
+    """
     adapters = config.lora_sizes()
     lm, packed = _lm_on_meta(files, weights)
     if lm is None:
@@ -119,8 +121,8 @@ def _hugging_face_shape(
 
 
 def _lm_on_meta(files: ModelFiles, weights: WeightPrecision) -> tuple[Any, set[int]]:
-    """Build the transformers model on the meta device; return the model and the ids of its 4-bit weights. The model is
-    None if it cannot be built.
+    """Build the transformers model on the meta device; return the model, and the Python `id` of each weight that is
+    stored in 4 bits. The model is None if it cannot be built.
     """
     check_sizes(files)
     if weights == "nf4" and files.config.get("quantization_config"):
@@ -152,7 +154,7 @@ def _lm_on_meta(files: ModelFiles, weights: WeightPrecision) -> tuple[Any, set[i
 
 
 def _adapter_shape(folder: Path, compute: torch.dtype | None) -> ModelShape:
-    """Return the shape of a base model with existing adapters, which the run trains further."""
+    """Return the weight shapes of a base model with existing adapters that are trained further."""
     from chatmill.train.hf import HFModel
     from chatmill.train.lora import LoraModel, base_folder, trained_on
 
@@ -195,7 +197,7 @@ def layers_of(model: CausalModel) -> Sequence[nn.Module]:
 
 
 def _by_headers(files: ModelFiles, weights: WeightPrecision, rank: int) -> Iterator[WeightShape]:
-    """Yield the weights in the file headers, and an adapter of rank `rank` for each matrix in a layer."""
+    """Yield the weights in the file headers and, if `rank` is not 0, a LoRA adapter for each matrix in a layer."""
     for name, tensor in files.tensors.items():
         number = LAYER.search(name)
         layer = None if number is None else int(number[1])

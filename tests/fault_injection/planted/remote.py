@@ -1,4 +1,4 @@
-"""Bugs in how datasets are published to object stores and downloaded."""
+"""Deliberate bugs in publishing datasets to object stores and in downloading them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The command must succeed with the right bytes, or print a one-line error and exit with 1. Existing data must stay
-intact, and the next command must write the same bytes as an uninterrupted run.
+"""Run commands while one C library call fails. The command must write the right bytes, or print a one-line error and
+exit with code 1. Existing data must stay intact, and the next command must write the same bytes as an uninterrupted
+run.
 """
 
 from __future__ import annotations
@@ -146,7 +147,9 @@ class Case:
 
 
 def sweep(cases: Sequence[Case], size: int, seed: int, tally: Tally, kinds: Sequence[str] = KINDS) -> None:
-    """Run the cases with up to `size` failing calls, one at a time, in random order and alternating between `kinds`."""
+    """Run the cases up to `size` times, each time with one failing call, in random order and alternating between
+    `kinds`.
+    """
     failures: dict[str, list[tuple[Case, Failure, Any]]] = {kind: [] for kind in kinds}
     for case in cases:
         counts, right = case.undisturbed()
@@ -281,7 +284,9 @@ def runs(size: int, seed: int, folder: Path, tally: Tally, *, kinds: Sequence[st
 
 
 def came_to(place: Path) -> Any:
-    """Return the last checkpoint's tensors, and all losses. Raise if the audit log fails verification."""
+    """Return the hashes of the last checkpoint's tensor files, and all losses. Raise if the audit log fails
+    verification.
+    """
     from chatmill.audit import verify_log
     from chatmill.train.checkpoint import list_checkpoints
     from chatmill.train.run_dir import read_metrics, read_rows

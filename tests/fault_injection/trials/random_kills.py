@@ -1,5 +1,5 @@
-"""Kill builds at random moments, one in six after its metadata is written. The build is resumed after every tenth kill
-and after the last one.
+"""Kill builds at random moments; one build in six is killed after its metadata is written. The build is resumed after
+every tenth kill and after the last one.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ MAIN = (
 
 
 def conversation(name: str, tokens: Mapping[str, Any]) -> Messages:
-    """Return a conversation; the texts of "control_text" contain control tokens of the template."""
+    """Return a test conversation; the messages of "control_text" contain control tokens of the template."""
     messages = copy.deepcopy(CONVERSATIONS[name])
     if name == "control_text":
         header = next((token for token in tokens["control"] if token not in tokens["ends"]), "<|user|>")

@@ -1,4 +1,4 @@
-"""An oracle for chat templates that derives the loss mask only from plain renderings by transformers.
+"""An oracle for chat templates that computes the expected loss mask only from the text that transformers renders.
 
 The oracle shares no code with chatmill. An answer starts after the assistant header, where the row diverges from the
 prompt that a server would send. An answer ends with the first end-of-turn token after the last text of its message.
@@ -87,7 +87,7 @@ def behind_texts(places: Places) -> str:
 
 @dataclass(frozen=True)
 class Header:
-    """The assistant header of a template, as learned from a plain conversation."""
+    """The assistant header of a chat template, determined by rendering a conversation without tools."""
 
     whole: str = ""
     """The text that the generation prompt adds; "" if the template always adds it, or never."""
@@ -127,7 +127,9 @@ def plain_header(reference: Reference) -> Header:
 
 
 def best_match(reference: Reference, gap: str, header: str, *, first: bool = False) -> tuple[int, int]:
-    """Return the position in `gap` and the length of the longest prefix of `header` that ends at a token boundary."""
+    """Return the position and the length of the longest prefix of `header` in `gap` that starts and ends at token
+    boundaries.
+    """
     best = (0, 0)
     if not header:
         return best
@@ -206,8 +208,8 @@ def judge_answer(reference, messages, number, places, verdict, *, tools) -> None
 
 
 def inner_ends(reference: Reference, text: str, start: int, stop: int) -> list[tuple[int, int, bool]]:
-    """Return the end tokens between two texts of an answer or, if there are none, a header. See `Verdict.inner` for the
-    form of the result.
+    """Return the end-of-turn tokens between two texts of an answer or, if there are none, the assistant header. See
+    `Verdict.inner` for the form of the result.
     """
     ends = [
         (match.end(), behind_header(reference, text, match.end(), stop), match[0] in reference.tokens["stops"])
@@ -231,8 +233,8 @@ def opens_turn(reference: Reference, messages: Messages, places: Places, text: s
 
 
 def behind_header(reference: Reference, text: str, start: int, stop: int) -> int:
-    """Return the end of the header that follows an end token: the end of the assistant header or, if there is none, the
-    end of the last added token.
+    """Return the position after the header that follows an end-of-turn token: after the assistant header or, if there
+    is none, after the last added token.
     """
     least = plain_header(reference).least
     at = text.rfind(least, start, stop) if least else -1
@@ -243,8 +245,8 @@ def behind_header(reference: Reference, text: str, start: int, stop: int) -> int
 
 
 def loosely_alike(reference: Reference, text: str, start: int, tail: str, least: int) -> int | None:
-    """Return the position in a row at which it diverges from the end of a prompt, ignoring whitespace. Return None if
-    fewer than `least` characters match.
+    """Return the position at which a row diverges from the end of a prompt, ignoring whitespace. Return None if fewer
+    than `least` characters match.
     """
     at, in_tail = start, 0
     for character in re.finditer(r"\S", tail):
@@ -269,7 +271,7 @@ def asks_for_role(reference: Reference, known: Header, header: str) -> bool:
 
 
 def answer_begin(reference, messages, number, text, before, start, written, *, tools):
-    """Return the start of an answer and, if the answer may also start earlier, its earliest start (otherwise None).
+    """Return the start of an answer and, if an earlier start is also valid, its earliest start (otherwise None).
 
     Return (None, reason) if the row does not continue its prompt.
     """

@@ -58,7 +58,7 @@ class TokenBytes:
 
 
 def as_record(messages: Messages) -> Record:
-    """In a record, the arguments of a call are a JSON string."""
+    """Return the conversation as a `Record`, in which the arguments of tool calls are JSON strings."""
     written = []
     for message in messages:
         message = dict(message)
@@ -101,7 +101,7 @@ def compare(
 
 
 def expected_mask(tokens: TokenBytes, ids: list[int], text: str, spans: list[tuple[int, int]]) -> list[bool]:
-    """Return the mask for trained character ranges. A token that is only partly in a range is not in the mask."""
+    """Return the loss mask for the given character ranges. A token that is only partly in a range is not trained."""
     in_bytes = [(len(text[:start].encode()), len(text[:stop].encode())) for start, stop in spans]
     out, at = [], 0
     for id in ids:
@@ -122,9 +122,9 @@ def holds_control_text(reference: Reference, messages: Messages) -> bool:
 def try_template(
     source: str, tokens: Mapping[str, Any], folder: Path, names: Collection[str] = NAMES
 ) -> Iterator[tuple[str, Outcome]]:
-    """Yield each name in `names` with its outcome.
+    """Yield the name of each conversation in `names`, and its outcome.
 
-    Each name is a test conversation, rendered in a folder with or without a generation_config.json.
+    The suffix of a name determines whether the tokenizer folder has a generation_config.json.
     """
     verdicts: dict[str, Verdict] = {}
     for config in (True, False):
@@ -168,14 +168,16 @@ def counts(results: Results) -> Counter[str]:
 
 
 def share_exact(results: Results) -> float:
-    """Return the share of exact results, not counting the verdicts in `EXCUSED`."""
+    """Return the fraction of outcomes that are exact, excluding the verdicts in `EXCUSED`."""
     count = counts(results)
     whole = sum(number for verdict, number in count.items() if verdict not in EXCUSED)
     return count["exact"] / whole if whole else 1.0
 
 
 def refusals(results: Results) -> list[str]:
-    """Return a line for each template and reason: `template verdict kind: conversations`."""
+    """Return a line for each template and reason for a result that is not exact: `template verdict kind:
+    conversations`.
+    """
     lines = []
     for template, outcomes in sorted(results.items()):
         reasons: dict[tuple[str, str], list[str]] = {}

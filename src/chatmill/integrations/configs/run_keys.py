@@ -1,4 +1,4 @@
-"""Read keys for batch size, optimizer, schedule and run length."""
+"""Translate the batch size, optimizer, schedule and run length from another trainer's config."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class RunNames:
-    """A trainer's names and defaults for the keys of this module."""
+    """A trainer's key names and defaults for batch size, optimizer, schedule and run length."""
 
     micro_batch: str = "per_device_train_batch_size"
     optimizer: str = "optim"
@@ -62,7 +62,7 @@ def take_run(translation: Translation, keys: TheirKeys, names: RunNames, *, defa
 
 
 def _take_batch(translation: Translation, keys: TheirKeys, names: RunNames, default_steps: int) -> None:
-    """Set the rows per step: micro-batch size × accumulation steps × GPUs."""
+    """Set `batch_size`, the number of rows per step: micro-batch size × accumulation steps × GPUs."""
     micro = keys.integer(names.micro_batch, least=1, most=2**20)
     steps = keys.integer("gradient_accumulation_steps", least=1, most=2**20)
     ranks = translation.ranks or 1
@@ -132,7 +132,7 @@ def _take_schedule(translation: Translation, keys: TheirKeys, names: RunNames) -
 
 
 def _end_of_schedule(translation: Translation, keys: TheirKeys, options: Mapping[str, Any] | None) -> float | None:
-    """Return the final learning rate as a fraction of the peak learning rate."""
+    """Return the final learning rate as a fraction of the peak learning rate, or None if it is not set."""
     if options is None:
         return None
     table = TheirKeys(options, translation, f"{keys.path('lr_scheduler_kwargs')}.")

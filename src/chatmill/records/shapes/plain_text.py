@@ -18,7 +18,7 @@ from chatmill.records.shapes.messages import PLAIN, read_message
 
 @dataclass(frozen=True)
 class TextTemplates:
-    """`response` precedes each answer in a text, and `instruction` precedes each question."""
+    """The markers in a plain text: `response` precedes each answer, and `instruction` precedes each question."""
 
     response: str
     instruction: str | None = None
@@ -84,7 +84,7 @@ def prompt_completion(record: Object) -> ParsedRecord:
 
 
 def _refuse_repeated_prompt(prompt: list[Message], completion: list[Message]) -> None:
-    """Raise if the completion is the whole conversation, as under `chosen` in many preference datasets."""
+    """Raise `RecordError` if the completion repeats the prompt, as `chosen` does in many preference datasets."""
     for message in takewhile(lambda message: message.role != "assistant", completion):
         if prompt and (message.role, message.content) == (prompt[-1].role, prompt[-1].content):
             right = (

@@ -42,7 +42,7 @@ def from_line(data: bytes) -> list[ParsedRecord]:
 
 
 def _refuse_json(data: bytes) -> None:
-    """Reject a line that is a JSON value other than a string or an object."""
+    """Raise `RecordError` if a line is a JSON value other than a string or an object."""
     if b"<|" in data:
         return
     try:
@@ -60,14 +60,14 @@ def from_text(data: bytes) -> list[ParsedRecord]:
 def conversations(text: str, *, trim: bool = False) -> list[ParsedRecord]:
     """Parse the conversations of a transcript; skip blank conversations.
 
-    `trim` drops whitespace before the first and after the last span of each conversation.
+    If `trim` is set, drop whitespace before the first and after the last span of each conversation.
     """
     pieces = (piece for piece in text.split(EOS.decode()) if piece.strip(_SPACE))
     return [ParsedRecord(_messages(piece, trim=trim)) for piece in pieces]
 
 
 def _messages(text: str, *, trim: bool) -> list[Message]:
-    """Return the spans of one conversation and the text outside them as messages.
+    """Return the messages of one conversation: its spans, and the text outside spans.
 
     x U u E A a   ->   none "x", user "u", assistant "a" (incomplete)
     """

@@ -1,4 +1,4 @@
-"""Locate the answers in a rendering: compare its text with the prompts that a server would send for each answer.
+"""Locate the answers in a rendered conversation by comparing its text with the prompt for each answer.
 
 If the prompt for an answer is a prefix of the rendering, the answer starts where the prompt ends. If the conversation
 up to and including the answer is also a prefix of the rendering, with or without a generation prompt, the answer ends
@@ -18,7 +18,7 @@ RenderText = Callable[[int, bool], str]
 
 
 class PrefixAnswer(NamedTuple):
-    """The start and stop of an answer; None if no prefix determines the position."""
+    """The start and stop of an answer in the rendered text; a value is None if no prefix determines it."""
 
     message: int
     start: int | None
@@ -36,8 +36,8 @@ def answers_by_prefix(
 ) -> list[PrefixAnswer]:
     """Return the start and stop of the answer in each message of `assistants`; None if no prefix determines them.
 
-    `ends` contains the tokens at which a server stops. The assistant header is taken from the first prompt that has
-    one. `prompts` contains the number of messages in each prompt to search.
+    `ends` contains the tokens at which an inference server stops generating. The assistant header is taken from the
+    first prompt that has one; `prompts` lists the number of messages in each of these prompts.
     """
     token = token_pattern(tokens)
 
@@ -74,7 +74,7 @@ def answers_by_prefix(
         return min(lengths, default=None)
 
     def closing_tokens(body: str) -> list[re.Match[str]]:
-        """Return the control tokens at the end of a text that are separated only by whitespace."""
+        """Return the control tokens at the end of `body`, which are separated only by whitespace."""
         closing: list[re.Match[str]] = []
         end = len(body)
         for match in reversed(list(token.finditer(body))):
@@ -111,7 +111,7 @@ def token_pattern(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def header_of(prompt: str, before: str, token: re.Pattern[str]) -> str:
-    """Return the text that a generation prompt adds, without splitting a control token."""
+    """Return the text that the generation prompt adds, which never starts inside a control token."""
     parting = (at for at, (one, other) in enumerate(zip(prompt, before, strict=False)) if one != other)
     common = len(before) if prompt.startswith(before) else next(parting, len(prompt))
     split = [match.start() for match in token.finditer(prompt) if match.start() < common < match.end()]

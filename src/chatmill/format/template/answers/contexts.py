@@ -1,4 +1,4 @@
-"""The context that must precede an answer: the end of its prompt, starting at the assistant header, as plain text.
+"""Find the context that must precede an answer: the end of the prompt, starting at the assistant header.
 
 The prompt for an answer ends with the assistant header, which the template adds if `add_generation_prompt` is true. In
 the row, the answer starts after the assistant header:
@@ -7,9 +7,9 @@ the row, the answer starts after the assistant header:
     row      … Hi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>
                               context              |answer
 
-The row and the prompt may differ in whitespace before the header. The row and the prompt may also diverge after the
-header, for example if only one of them contains `<think>\\n`; the answer then starts at the first difference. Text
-before the header is not compared, because templates rewrite earlier messages.
+The whitespace before the header can differ between the row and the prompt. The row and the prompt can also diverge
+after the header, for example if only one of them contains `<think>\\n`; the answer then starts at the first difference.
+Text before the header is not compared, because templates rewrite earlier messages.
 
 This module shares no code with `by_origin` and `by_prefix`, so that it can check their results.
 """
@@ -39,7 +39,7 @@ class Context(NamedTuple):
 
 
 class Headers(NamedTuple):
-    """The headers that a template outputs in a plain conversation."""
+    """The headers that a chat template outputs in a conversation without tools or reasoning."""
 
     assistant: str
     """The text that the generation prompt adds, without leading whitespace."""
@@ -48,9 +48,9 @@ class Headers(NamedTuple):
 
 
 def template_headers(plain: PlainText, words: Sequence[str], token: re.Pattern[str]) -> Headers:
-    """Return the headers of a template.
+    """Return the assistant and user headers of a chat template.
 
-    `plain` renders a conversation of at least three messages with the contents `words`.
+    `plain` renders a conversation of at least three messages, whose contents are `words`.
     """
     try:
         user = plain(3, False).split(words[1], 1)[1].split(words[2], 1)[0]
@@ -89,7 +89,7 @@ class ContextFinder:
         token: re.Pattern[str],
         text_tokens: Collection[str],
     ) -> None:
-        """`token` matches control tokens; `text_tokens` lists the control tokens that may come from message text."""
+        """`token` matches control tokens; `text_tokens` lists the control tokens that are allowed in message text."""
         self.text = full.text
         self.literals = "".join(
             piece.text if piece.source is None else FIELD * len(piece.text) for piece in full.pieces
@@ -148,19 +148,21 @@ class ContextFinder:
             return prompt, ""
 
     def unmatched(self, message: int, start: int) -> str:
-        """Return the part of the prompt's header that is missing before `start` in the row."""
+        """Return the end of the prompt's header that does not precede `start` in the row."""
         header = self._prompt(message)[1]
         return header[self._before(header, start) :]
 
     def _common_with(self, header: str, message: int, start: int) -> Context:
-        """Return the part of the header that the row and the prompt share; raise if it is shorter than `_core`."""
+        """Return the part of the header that is in both the row and the prompt; raise if it is shorter than `_core`."""
         size = self._before(header, start)
         if not self._is_context(header, size, start):
             raise self._mismatch(message, start, header)
         return Context(header[:size], header[size:])
 
     def _is_context(self, header: str, size: int, start: int) -> bool:
-        """Whether the row and the prompt share exactly `size` characters of a header, and these include its `_core`."""
+        """Whether the row and the prompt have exactly the first `size` characters of the header in common, including
+        its `_core`.
+        """
         common = common_prefix(self.text[start - size :][: len(header) + 1], header, self.token)
         if self.literals[start : start + 1] == FIELD:
             # Message text cannot match a control token of the prompt, except for the tokens in `text_tokens`.
@@ -178,7 +180,9 @@ class ContextFinder:
         return next((size for size in range(len(header), 0, -1) if self.text.endswith(header[:size], 0, start)), 0)
 
     def _core(self, header: str) -> int:
-        """Return the length of a header up to the end of the first word or token that differs from the user header."""
+        """Return the length of a header up to and including the first word or control token that differs from the user
+        header.
+        """
         same = next((n for n in range(len(header), 0, -1) if header[:n] in self.headers.user), 0)
         if same == len(header):
             return same
@@ -188,9 +192,9 @@ class ContextFinder:
         return len(header)
 
     def _without_header(self, message: int, start: int, prompt: str, added: str) -> tuple[Context, tuple[str, ...]]:
-        """Return the context of an answer whose prompt adds no header: the literals before the answer.
+        """Return the context of an answer whose prompt adds no header: the template's own text before the answer.
 
-        `added` is the text that the prompt adds instead of a header. Only literals are compared, because templates
+        `added` is the text that the prompt adds instead of a header. Message text is not compared, because templates
         rewrite the text of earlier messages.
         """
         before = self.text[:start]
@@ -221,12 +225,12 @@ class ContextFinder:
 
 
 def _added(prompt: str, without: str, token: re.Pattern[str]) -> str:
-    """Return the text that a prompt adds, without leading whitespace and without splitting a control token."""
+    """Return the text that `prompt` adds to `without`, stripped of leading whitespace; control tokens are not split."""
     return prompt[common_prefix(prompt, without, token) :].lstrip()
 
 
 def common_prefix(one: str, other: str, token: re.Pattern[str]) -> int:
-    """Return the length of the common prefix of two texts, without splitting a control token."""
+    """Return the length of the longest common prefix of two strings that does not split a control token."""
     size = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     for text in (one, other):
         size = next((match.start() for match in token.finditer(text) if match.start() < size < match.end()), size)
@@ -234,7 +238,7 @@ def common_prefix(one: str, other: str, token: re.Pattern[str]) -> int:
 
 
 def _common_end(one: str, other: str, token: re.Pattern[str]) -> str:
-    """Return the common suffix of two texts, without splitting a control token."""
+    """Return the longest common suffix of two strings that does not split a control token."""
     inside = {at for match in token.finditer(one) for at in range(match.start() + 1, match.end())}
     return next((one[at:] for at in range(len(one)) if at not in inside and other.endswith(one[at:])), "")
 

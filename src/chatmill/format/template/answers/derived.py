@@ -34,7 +34,7 @@ Note = Literal[
 
 @dataclass(frozen=True)
 class DerivedAnswers:
-    """A traced rendering with its answers."""
+    """A rendered conversation, its answers, and the trace of the template run."""
 
     rendering: Rendering
     answers: tuple[AnswerSpan, ...]

@@ -1,9 +1,9 @@
-"""Findings, which are the lines of a certificate, and their levels.
+"""The findings of `chatmill certify`, and their levels.
 
-`PASS`: the template has the property.
+`PASS`: the template passes the check.
 `WARN`: training works, but the template makes an unusual choice or rejects some record shapes.
 `FAIL`: the model would be trained on wrong tokens, or some records cannot be used for training.
-`SKIP`: the property was not checked; the line says why.
+`SKIP`: the check did not run; the text of the finding says why.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Level(StrEnum):
 
 
 class Finding(NamedTuple):
-    """One line of a certificate."""
+    """A line in the output of `chatmill certify`: the result of one check."""
 
     name: str
     level: Level
@@ -61,5 +61,5 @@ def shown_end(text: str) -> str:
 
 
 def line_of(fault: RecordError) -> str:
-    """Return the name of the certificate line that reports this error in a plain conversation."""
+    """Return the name of the finding that reports this error."""
     return LINE_OF_KIND.get(fault.kind, "answers")

@@ -1,4 +1,6 @@
-"""Observe how a chat template renders one conversation per record shape, and the user's records."""
+"""Render test conversations and the user's records with a chat template, and collect the results for `chatmill
+certify`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ CHUNK = 64
 
 
 class Peer(Protocol):
-    """Another library that renders records, such as transformers."""
+    """A function that renders records with another library, such as transformers."""
 
     def __call__(self, record: Record, *, null_content: bool = False) -> Sequence[int]:
         """Return the token ids of a record, or an empty sequence if the library rejects the record.
@@ -34,7 +36,7 @@ class Peer(Protocol):
 
 
 class Rendered(NamedTuple):
-    """A conversation with its row."""
+    """A record, its rendered text and row, and its answers."""
 
     record: Record
     text: str
@@ -81,7 +83,7 @@ InOrder = Callable[[Callable[[list[Record]], OwnRecords], Iterable[list[Record]]
 
 
 class Observations:
-    """The rendered probes, by id, and the results for the user's records."""
+    """The rendered probes (built-in test conversations), and the results for the user's records."""
 
     def __init__(self, renderer: TemplateRenderer, peer: Peer | None, peer_name: str) -> None:
         self.renderer, self.peer, self.peer_name = renderer, peer, peer_name
@@ -110,7 +112,7 @@ class Observations:
 
     @property
     def answers(self) -> list[tuple[Rendered, CheckedAnswer]]:
-        """All answers in the probes, each with its probe."""
+        """All answers in the test conversations, each with its conversation."""
         return [(probe, answer) for probe in self.good.values() for answer in probe.answers]
 
     def rendered(self, record: Record) -> Rendered:
@@ -122,7 +124,7 @@ class Observations:
         return Rendered(record, text_of(len(record.messages), False), rows, answers, notes)
 
     def differs(self, one: Rendered) -> bool:
-        """Whether the other library and the renderer return different ids.
+        """Whether the other library and the renderer return different token ids.
 
         Rows whose message texts contain control tokens are not compared.
         """

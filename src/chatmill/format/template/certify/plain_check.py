@@ -1,7 +1,7 @@
-"""Compare the text of finished rows with the template's prompts, as an independent check for certificates.
+"""Compare the text of rendered rows with the prompts of a chat template, independently of the renderer.
 
-The check uses only the ids of a row, the loss mask and the rendered text, so it can find errors in the derivation of
-answers.
+The check uses only the ids of a row, the loss mask and the rendered text, so it can find errors in the code that
+locates the answers.
 
     prompt    … Hi <|im_end|>\\n<|im_start|>assistant\\n
     row       … Hi <|im_end|>\\n<|im_start|>assistant\\n | Well … <|im_end|> | \\n
@@ -86,7 +86,9 @@ TextOf = Callable[[int, bool], str]
 
 
 class PlainCheck:
-    """Checks the rows of one template. The headers of the template are learned from the plain conversation `turns`."""
+    """Checks the rows that one chat template renders. Its headers are determined from a rendering of the conversation
+    `turns`.
+    """
 
     def __init__(
         self,
@@ -134,13 +136,13 @@ class PlainCheck:
         self._openers = frozenset(name for name in names if self._tokens.ids[name] not in self._stops)
 
     def _common_end(self, one: str, other: str) -> str:
-        """Return the common suffix of two texts, without splitting a control token."""
+        """Return the longest common suffix of two strings that does not split a control token."""
         start = len(one) - _common(one[::-1], other[::-1])
         inside = [match.end() for match in self._tokens.find(one) if match.start() < start < match.end()]
         return one[inside[0] if inside else start :]
 
     def _without_ends(self, header: str) -> str:
-        """Return the part of a header after the last token that ends a turn."""
+        """Return the part of a header after its last end-of-turn token."""
         return header[max((match.end() for match in self._tokens.find(header) if match[0] in self._ends), default=0) :]
 
     def _opener(self, header: str) -> str:
@@ -197,7 +199,7 @@ class PlainCheck:
             yield _Run(None if of < 0 else of, start, stop, self._marked(rows.ids[start:stop]))
 
     def _marked(self, ids: Ids) -> str:
-        """Return the decoded ids with a mark after each control token."""
+        """Decode token ids, and insert `MARK` after each control token."""
         edges = [0, *(np.flatnonzero(np.isin(ids, self._control)) + 1).tolist()]
         parts = [self._tokenizer.decode(ids[start:stop].tolist()) for start, stop in pairwise(edges)]
         return "".join(part + MARK for part in parts) + self._tokenizer.decode(ids[edges[-1] :].tolist())
@@ -262,7 +264,7 @@ class PlainCheck:
         return "differs"
 
     def _mark(self, text: str) -> str:
-        """Return `text` with a mark after each control token.
+        """Return `text` with `MARK` after each control token.
 
         All control tokens in `text` must come from the template, not from messages.
         """
@@ -280,7 +282,7 @@ class PlainCheck:
         return size >= len(self._opener(header)) and not inside
 
     def _added(self, prompt: str, without: str) -> str:
-        """Return the text that a generation prompt adds, without splitting a control token."""
+        """Return the text that the generation prompt adds, which never starts inside a control token."""
         common = _common(prompt, without)
         split = [match.start() for match in self._tokens.find(prompt) if match.start() < common < match.end()]
         return prompt[split[0] if split else common :]
@@ -314,14 +316,16 @@ class PlainCheck:
             yield f"continues after {shown(self._tokenizer.decode([inner]))}, which ends a turn"
 
     def _lost(self, message: Message, trained: str) -> Iterator[str]:
-        """Yield a fault if the last word of the content or a word in tool call arguments is not trained on."""
+        """Yield an error message for each word that the trained text lacks: the last word of the content, or a word in
+        tool call arguments.
+        """
         last_words = [] if "<think" in message.content else _WORD.findall(message.content)[-1:]
         for word in (*last_words, *(word for call in message.tool_calls for word in _WORD.findall(call.arguments))):
             if word.casefold() not in trained.casefold():
                 yield f"lacks {shown(word)}"
 
     def _cut_off(self, last: int, following: str) -> Iterator[str]:
-        """Yield a fault if an answer stops before the token that ends its turn."""
+        """Yield an error message if the trained text ends just before the end-of-turn token."""
         end = next((name for name in self._ends if following.lstrip().startswith(name + MARK)), None)
         if end is not None and last not in (self._tokens.ids[name] for name in self._ends):
             yield f"stops before {shown(end)}, which ends the turn"
@@ -333,7 +337,7 @@ def _texts(message: Message) -> list[str]:
 
 
 def _ends_alike(before: str, after: str, prompt: str, tail: str) -> bool:
-    """Whether `before` and the prompt have the same end, except for trailing whitespace that only the prompt has."""
+    """Whether `before` and the prompt end with the same text, ignoring trailing whitespace that only the prompt has."""
     space, own = (text[len(text.rstrip()) :] for text in (prompt, before))
     goes_on = own + after[: len(after) - len(after.lstrip())]
     same = _common(space, goes_on) == len(own)
@@ -341,14 +345,14 @@ def _ends_alike(before: str, after: str, prompt: str, tail: str) -> bool:
 
 
 def _after_words(prompt: str, messages: Sequence[Message]) -> str:
-    """Return the text in a prompt after the last word of the messages."""
+    """Return the text that follows the last word of the messages in a prompt."""
     words = (word for message in reversed(messages) for word in reversed(_WORD.findall(message.content)))
     word = next((word for word in words if word in prompt), "")
     return prompt.rpartition(word)[2] if word else prompt
 
 
 def _common(one: str, other: str) -> int:
-    """Return the length of the common prefix of two texts."""
+    """Return the length of the common prefix of two strings."""
     differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
 

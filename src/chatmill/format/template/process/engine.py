@@ -1,4 +1,4 @@
-"""The service in a template process: it opens the templates of one renderer and answers requests about records."""
+"""The server in a template process: it opens the chat templates of one renderer and renders records on request."""
 
 from __future__ import annotations
 
