@@ -1,8 +1,9 @@
-"""A shell in which `chatmill` and `python FILE.py` are forked from the server of `child_processes`.
+"""A shell for tests, in which the commands `chatmill` and `python FILE.py` are forked from the server in
+`child_processes`.
 
-A real shell runs the command line, with replacements for `chatmill` and `python` first in PATH. The replacements pass
-their arguments, folder, environment and streams to the server, and exit with the exit code of the forked process.
-Forking saves the seconds that importing torch and transformers takes.
+A real shell runs the command line, with replacement scripts for `chatmill` and `python` first in PATH. The replacement
+scripts pass their arguments, folder, environment and streams to the server, and exit with the exit code of the forked
+process. Forking saves the seconds that importing torch and transformers takes.
 """
 
 from __future__ import annotations

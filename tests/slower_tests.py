@@ -17,4 +17,4 @@ CLUSTER = re.compile(
 """Slow test files, with the marker `cluster`: most start ranks, nodes, trackers, servers, browsers or TRL."""
 
 EXAMPLES = ("test_docs.py::test_the_examples_of_a_page", "test_demo.py::", "test_notebooks.py::test_a_notebook_runs")
-"""Tests with the marker `examples`: every command and block of the pages, the notebooks, and the demo."""
+"""Tests with the marker `examples`: every command and code block in the docs, the notebooks, and the demo."""

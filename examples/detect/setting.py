@@ -44,7 +44,7 @@ from chatmill.train import TrainConfig, generate, model_folder, open_model, trai
 
 FORMAT = "primer"
 SIGMA = 0.3
-"""Standard deviation of the Gaussian target, in coordinates. A small value, because scenes use few of the 1000
+"""Standard deviation of the Gaussian target, in coordinates. The value is small, because scenes use few of the 1000
 coordinates.
 """
 BORDERS = ("shorter", "masked", "joined", "canonical")
@@ -103,7 +103,7 @@ class Scores(NamedTuple):
     duplicates: float
     """Duplicate objects per true object."""
     json: float
-    """Share of answers that are complete and valid JSON."""
+    """Fraction of answers that are complete and valid JSON."""
     count_error: float
     """Mean absolute difference between the numbers of predicted and true objects."""
 

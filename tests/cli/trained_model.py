@@ -49,7 +49,7 @@ def chatmill(*args: str) -> None:
 
 
 def train_small(folder: Path) -> None:
-    """Write words.jsonl, sums.jsonl, tokenizer.json, data/v1 and checkpoints/small to the current folder."""
+    """Write words.jsonl, sums.jsonl, data/tokenizer.json, data/v1 and checkpoints/small to the current folder."""
     for name, talks in TALKS.items():
         lines = [
             {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}

@@ -27,7 +27,7 @@ from typing import Any, Literal
 PIECE = 1 << 16
 """Bytes forwarded at a time."""
 EVER = 1 << 30
-"""`times` of a permanent fault."""
+"""The value of `times` for a permanent fault."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Throttle:
     """Limits the total bytes per second of all connections: each chunk is delayed until enough bandwidth is free."""
 
     BURST = 0.02
-    """Seconds of unused bandwidth that may be caught up after a pause, because sleeping is imprecise."""
+    """Seconds of unused bandwidth that can be used after a pause, because sleeping is imprecise."""
 
     def __init__(self) -> None:
         self.bandwidth = 0.0

@@ -22,8 +22,6 @@ LOG_SECONDS = 10.0
 
 @dataclass
 class _Line:
-    """The progress line of one source or step."""
-
     step: str
     name: str
     began: float

@@ -74,7 +74,7 @@ NOTES = {
     "record_weight": "{records} {have} a weight, which multiplies the weights of the trained tokens",
     "template_kwargs_unused": "{records} {have} chat_template_kwargs, which only --format template uses",
 }
-"""Notes to print after a build, by ledger reason."""
+"""Maps a reason in the ledger to the note that is printed after a build."""
 NOUNS = ("row", "record", "line", "conversation", "answer", "token", "answer token")
 VERBS = {"are": "is", "were": "was", "have": "has", "match": "matches"}
 """Plural and singular forms of the verbs in `NOTES`."""

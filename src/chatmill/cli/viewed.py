@@ -139,7 +139,6 @@ def _holds_records(data: Place) -> bool:
 
 
 def _record_folders(job: Job) -> tuple[Path, ...]:
-    """Return the folders to search for record files."""
     files = local_files([name for source in job.sources for name in source.inputs])
     absolute = [path.parent for path in files if path.is_absolute()]
     return (Path(), Path(os.path.commonpath(absolute))) if absolute else (Path(),)

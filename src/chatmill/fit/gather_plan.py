@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from chatmill.rows import Index, Part, Rows, Rule, copy_tokens, joined, no_origins, offsets, ragged_index
 
 OWN_RULE = 255
-"""The rule of a piece whose spans keep their weights and rules."""
+"""The value of `GatherPlan.rule` for a piece whose spans keep their own weights and rules."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,12 @@ class GatherPlan:
     first_piece: Index
     """Index of the first piece of each new segment. The last entry is the number of pieces."""
     origin: Index
-    """The source segment of each new segment, or -1 if it has no source."""
+    """Index of the source segment of each new segment, or -1 if the new segment has no source."""
     first_segment: Index
     """Index of the first new segment of each new row. The last entry is the number of new segments."""
     rule: NDArray[np.uint8] | None = None
-    """For each piece, OWN_RULE or the rule that sets its weight to 0. The rule INJECTED also sets the part.
+    """For each piece, OWN_RULE or the rule that sets its weight to 0. The rule INJECTED also sets the part of the
+    spans.
     """
 
 

@@ -1,4 +1,4 @@
-"""Load the batches of a dataset in an order that can be recomputed.
+"""Load the batches of a dataset in a reproducible order.
 
     EpisodeLoader, LoadConfig         loads the batches of one rank; its settings
     Batch, BatchCounts, collate       the arrays of a batch; collating rows that are in memory

@@ -125,7 +125,7 @@ class MixSchedule:
         weights 1 2, one period  ->  sources 1 0 1, ordinals 0 0 1
 
     The positions are assigned by the earliest-deadline-first algorithm in Tijdeman, "The chairman assignment problem"
-    (1980). With n > 1 sources, the difference is at most 1 - 1/(2n-2) rows.
+    (1980). With n > 1 sources, no source deviates from its exact proportion by more than 1 - 1/(2n-2) rows.
 
     >>> from chatmill.load import MixSchedule
     >>> MixSchedule([1, 2]).at([0, 1, 2])[0].tolist()

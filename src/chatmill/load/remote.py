@@ -19,7 +19,7 @@ from chatmill.store.remote_files import RemoteFiles
 FILES = (TOKENS, ORIGINS, SPANS, TARGETS)
 """The files that batches need in addition to the index; the mask is read only if a shard has no spans."""
 MOST_POSITIONS = 1 << 22
-"""Maximum number of upcoming episodes to look up; shards that only later episodes need are downloaded last."""
+"""Maximum number of upcoming episodes whose shards are prefetched in order of use; other shards are downloaded last."""
 
 
 def is_remote(plan: LoadPlan) -> bool:
@@ -68,7 +68,7 @@ def shards_in_order(plan: LoadPlan, at: Cursor, steps: int | None) -> list[int]:
 
 
 def _num_positions(plan: LoadPlan, steps: int | None) -> int:
-    """Estimate the number of episodes in `steps` batches; None means an epoch, or one pass over a mix."""
+    """Estimate the number of episodes in `steps` batches; if `steps` is None, in one epoch or one pass over a mix."""
     if steps is None:
         return plan.pass_episodes
     rows = steps * plan.config.batch_size

@@ -28,7 +28,7 @@ from chatmill.store.read import Dataset, in_dataset_folder, is_dataset, open_dat
 BUILDERS = ("primer", "oasst1", "dolly15k")
 """Names of sources that have their own build command."""
 STORED_MIX = ("mix_sft", "mix_epochs")
-"""Keys of a dataset's config that may contain the mix of its recipe."""
+"""Config keys of a dataset that can contain the mix of its recipe."""
 SCAN = 1 << 20
 """Number of index entries that are scanned at a time."""
 SAMPLE = 1 << 16

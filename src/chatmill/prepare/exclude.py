@@ -5,7 +5,7 @@
     chat.jsonl:812                         the same as the first
     oasst-17                               the same as the second, if it does not end in a colon and a number
 
-Empty lines, lines that begin with #, and other JSON keys are ignored, so the `removed.jsonl` of a dataset can also be
+Empty lines, lines that begin with #, and unknown JSON keys are ignored, so the `removed.jsonl` of a dataset can also be
 passed as `--exclude`.
 """
 

@@ -77,7 +77,9 @@ def _other_form(path: Place) -> tuple[str, str] | None:
 
 
 def cut_table(path: Place, *, size: int, end: int) -> list[tuple[int, int]]:
-    """Split a Parquet file of `end` bytes at row groups into pieces (start, stop) of at least `size` bytes."""
+    """Split a Parquet file of `end` bytes at row groups into byte ranges (start, stop); all except the last have at
+    least `size` bytes.
+    """
     pyarrow = _pyarrow(path)
     if end <= size or kind(path) != ".parquet" or compression(path):
         return [(0, end)]

@@ -23,7 +23,7 @@ Object = dict[str, Any]
 STRUCTURE, VALUE = int(Part.STRUCTURE), int(Part.VALUE)
 KEYS = {"desc", "bbox_2d", "poly"}
 PLACES: Mapping[Any, int] = {**COORDINATE, **{k: k for k in COORDINATE.values()}}
-"""Maps coordinate tokens and numbers to values, because true objects may contain either."""
+"""Maps coordinate tokens and integers to coordinates, because objects of the ground truth can contain either."""
 
 
 class TextPart(NamedTuple):
@@ -45,7 +45,7 @@ class EntryText(NamedTuple):
     head: tuple[TextPart, ...]
     coordinates: Sequence[int] = ()
     separators: tuple[str, ...] = ()
-    """Texts to write between coordinates; after the last text, the first is used again."""
+    """Strings to write between the coordinates, used cyclically."""
     tail: TextPart = NO_TEXT
 
 

@@ -25,7 +25,7 @@ from chatmill.store.episodes import Episodes
 
 VERSION = 2
 CHUNK = 1 << 20
-"""Number of tokens to read at a time; small, so that building does not delay requests."""
+"""Number of tokens to read at a time; small, so that building the index does not delay requests to the viewer."""
 
 
 class IndexBuilder:

@@ -121,7 +121,6 @@ def stored_metadata(folder: OpenFolder) -> Metadata | None:
 
 
 def _episodes(stored: StoredFiles | RemoteFiles, metadata: Metadata, split: str, source: str | None = None) -> Episodes:
-    """Return the episodes of a split, or of one source in the split."""
     info = metadata.splits[split]
     sizes = layout.record_dtypes(metadata.dtype)
     shards = [
@@ -153,7 +152,7 @@ class Dataset:
     """The metadata of the dataset, or None if another program wrote it."""
     _splits: Mapping[str, Episodes]
     whole: Dataset | None = field(default=None, kw_only=True)
-    """The whole dataset, if `of_source` returned this object."""
+    """The dataset with all sources if this object was returned by `of_source`, otherwise None."""
 
     @property
     def path(self) -> Place:
@@ -193,7 +192,7 @@ class Dataset:
         return tuple(dict.fromkeys(shard.source for info in infos for shard in info.shards if shard.source is not None))
 
     def of_source(self, name: str) -> Dataset:
-        """Return the rows of one source as a dataset at the same path with a subset of the shards."""
+        """Return a `Dataset` with the same path that contains only the shards of one source."""
         if self.metadata is None or name not in self.sources:
             raise DataError(f"{self.path}: has no source {one_line(name)}; {sources_text(self)}")
         splits = {

@@ -29,7 +29,7 @@ T = TypeVar("T")
 OBJECTS = "objects"
 """The folder of the objects that are named by hash."""
 STAGING = "staging"
-"""The folder for objects that distributed builds stage: staging/BUILD/…"""
+"""The folder for temporary objects of distributed builds: staging/BUILD/…"""
 ATTEMPTS = 10
 """Maximum number of attempts to read an object or cached file that is replaced or evicted during the read."""
 

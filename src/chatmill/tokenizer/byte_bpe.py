@@ -1,4 +1,4 @@
-"""A byte-level BPE engine in C, for the split patterns in `split_pattern`.
+"""A byte-level BPE engine in C, for the pre-tokenizer patterns that `split_pattern` supports.
 
 A fallback engine encodes texts with a very long word, a rare character or an added token. The C engine is not used if
 it was not compiled or does not support the `tokenizer.json` file.
@@ -63,7 +63,9 @@ class ByteBpe:
 
     @cached_property
     def _spelling(self) -> tuple[Ids, NDArray[np.int64], memoryview]:
-        """The sorted ids, the start and end of each token's bytes in the vocabulary, and the vocabulary."""
+        """The sorted token ids, the start and end of each token in the concatenated bytes of all tokens, and these
+        bytes.
+        """
         numbers, places = (
             np.frombuffer(self.columns[name], kind) for name, kind in (("numbers", "u4"), ("places", "i8"))
         )

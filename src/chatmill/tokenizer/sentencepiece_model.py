@@ -10,7 +10,9 @@ from chatmill.tokenizer.backend import Ids, Offsets, aliases, faults_of, flat, i
 
 
 class SentencePiece:
-    """A loaded model. Control pieces, and user-defined pieces that look like control tokens, never match text."""
+    """A loaded SentencePiece model. Control pieces, and user-defined pieces that look like control tokens, never match
+    text.
+    """
 
     engine = "sentencepiece"
 

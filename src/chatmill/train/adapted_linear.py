@@ -64,7 +64,6 @@ def _frozen_weight(layer: Any) -> tuple[Any, ...] | None:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the autocast dtype if autocast is on, else the dtype of `x`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

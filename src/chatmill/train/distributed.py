@@ -57,7 +57,7 @@ class World:
         return tensor.numpy()
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather a JSON value from each rank on all ranks, without pickle."""
+        """Return a list with the JSON value of every rank, on all ranks, without using pickle."""
         if self.size == 1:
             return [value]
         sent = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -84,7 +84,7 @@ class World:
         return result  # type: ignore[return-value]
 
     def alone(self, work: Callable[[], T]) -> T:
-        """Call a function that may fail on some ranks but not on others. With several ranks, a `DataError` is raised as
+        """Call a function that can fail on some ranks but not on others. With several ranks, a `DataError` is raised as
         a `RankError` that names the rank.
         """
         try:

@@ -25,8 +25,8 @@ from chatmill.train.optimizers import OPTIMIZER_BYTES
 from chatmill.train.preflight import data_vocab_size, padding_of
 
 MARGIN = 0.85
-"""A run is refused unless this fraction of its estimate fits into memory. Estimates are within 15 percent of measured
-memory.
+"""A run is refused unless this fraction of its estimated memory is available. Estimates are within 15 percent of
+measured memory.
 """
 MOST_RANKS, SHORTEST_ROW = 1024, 128
 NAMES = {

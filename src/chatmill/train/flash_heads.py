@@ -1,7 +1,7 @@
 """FlashAttention 4 over a joint QKV projection, as one autograd function.
 
 `flash_backward` returns partial gradients of keys and values. The kernel that computes the gradient of the projection
-adds them up, so their sum is never stored as a separate tensor.
+adds up these partial gradients, so their sum is never stored as a separate tensor.
 """
 
 from __future__ import annotations

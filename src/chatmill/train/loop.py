@@ -160,8 +160,6 @@ class _Launched(NamedTuple):
 
 @dataclass
 class _Loop:
-    """Runs all remaining steps of a training run."""
-
     state: TrainState
     run_dir: RunDir
     watch: OnStep | None
@@ -363,8 +361,8 @@ class _Loop:
         return text
 
     def _save(self, *, usable: bool) -> None:
-        """Write a checkpoint, with a model folder unless the checkpoint is sharded and `usable` is false. All ranks
-        must call this method.
+        """Write a checkpoint. A sharded checkpoint contains a model folder only if `usable` is true. All ranks must
+        call this method.
         """
         state, stepper, keep = self.state, self.state.stepper, self.state.config.keep_checkpoints
         sharded = state.config.checkpoint == "sharded"

@@ -23,10 +23,10 @@ from fault_injection import TESTS
 from fault_injection.trial import Tally, Trial
 
 FIRST: list[Callable[[], None]] = []
-"""Functions that ranks without torchrun call first, to plant a fault in their own processes."""
+"""Functions that each rank calls first if it was started without torchrun, to inject a fault into its process."""
 LOST = re.compile(r"chatmill: rank \d on \S+ is lost")
 LATER = 0.05
-"""Maximum seconds from a step to the kill."""
+"""Maximum number of seconds between a step and the kill of a rank."""
 PROGRESS_SECONDS = 600
 """Seconds without a change to any file of the run after which its ranks are considered stuck."""
 # Restarted ranks need a new store: the agent's store would still contain keys of the dead ranks.

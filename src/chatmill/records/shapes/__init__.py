@@ -53,7 +53,7 @@ SHAPES = (*_OBJECTS, *_OTHERS)
 _RECORDS = 16
 _UNITS = 1000
 _PAIRS = (("question", "answer"), ("query", "response"), ("input", "output"), ("prompt", "response"))
-"""Common keys for a question and an answer, too general to detect a shape."""
+"""Common pairs of keys for a question and an answer, which are too general to identify a record shape."""
 
 
 class _OtherFormat(NamedTuple):
@@ -67,7 +67,7 @@ _OTHER_FORMATS = {
     "segments": _OtherFormat("the Axolotl segments format", {"label", "text"}),
     "conversation": _OtherFormat("the format of human and assistant pairs", {"human", "assistant"}),
 }
-"""Unsupported formats, by record key."""
+"""Maps a record key to the unsupported format that uses this key."""
 _HINT = f"set the shape with --shape: {', '.join(SHAPES)}"
 
 _DECODE_LINES: dict[str, DecodeLines] = {"messages": messages.decode_lines}
@@ -79,11 +79,11 @@ class ShapeOptions:
     """Options for parsing records."""
 
     columns: str | None = None
-    """The keys and roles of the file, such as `messages=conversations,role=from`."""
+    """Maps chatmill's keys and roles to those of the file, such as `messages=conversations,role=from`."""
     response_template: str | None = None
-    """For `text` records: the text before each answer."""
+    """For `text` records: the string that precedes each answer."""
     instruction_template: str | None = None
-    """For `text` records: the text before each question."""
+    """For `text` records: the string that precedes each question."""
 
     def column_map(self) -> ColumnMap | None:
         return None if self.columns is None else parse_columns(self.columns)
@@ -307,7 +307,7 @@ def _list_shapes(turns: list[Any]) -> dict[str, str]:
 
 
 _MESSAGE_KEYS = {"messages": "messages", "sharegpt": "conversations"}
-"""Shapes whose records may be a bare list of messages, and the key for the list."""
+"""Maps each shape whose records can be a bare list of messages to the key for this list."""
 _BESIDE_A_TEXT = ("role", "from", "output", "outputs", "response", "responses", "answer", "answers", "completions")
 """If a record has one of these keys, its `text` is only part of the conversation."""
 _KEYS_OF_SHAPES = {

@@ -56,7 +56,7 @@ class Trace:
         self.num_slots = len(texts)
         self.steps: list[TraceStep] = []
         self.cacheable = True
-        """Whether other conversations can replay the trace, which requires that every operation can be replayed."""
+        """Whether the trace can be replayed for other conversations; false if an operation cannot be replayed."""
         self._recorded: dict[Any, int] = {}
 
     def value(self, function: str, slots: tuple[int, ...], *args: Any) -> int:
@@ -130,10 +130,10 @@ def replay(steps: Sequence[ReadyStep], texts: list[Any]) -> list[Any] | None:
 
 
 OUTSIDE = -1
-"""The message index of fields outside messages, such as tool definitions, and of text outside message loops."""
+"""Message index for fields outside messages, such as tool definitions, and for text outside message loops."""
 
 TextItem = str | int
-"""A literal text, or the index of a slot."""
+"""A literal string of the template, or the index of a slot in the trace."""
 
 
 class FieldPath(NamedTuple):
@@ -152,18 +152,17 @@ class TracedPiece(NamedTuple):
     source: FieldPath | None = None
     """The field that the text comes from, or None for a literal of the template."""
     slot: int | None = None
-    """The slot in the trace, or None for text that is the same in all conversations of this shape."""
+    """The slot in the trace, or None for text that is the same in all conversations with this structure."""
     tagged: bool = False
-    """Whether the piece is between generation tags."""
+    """Whether the piece is inside a `{% generation %}` block."""
     mixed: bool = False
-    """Whether the piece mixes literals and fields that cannot be separated."""
+    """Whether the piece contains text from template literals and fields that cannot be separated."""
     owner: int = OUTSIDE
     """The index of the current message in the innermost message loop that produced the piece."""
     start: int = 0
     """Offset of the text in the field, or -1 if the text is not a slice of the field."""
 
     def sliced(self, start: int, stop: int) -> TracedPiece:
-        """Return a slice of the piece."""
         return self._replace(text=self.text[start:stop], start=-1 if self.start < 0 else self.start + start)
 
     def changed(self, text: str) -> TracedPiece:
