@@ -2,7 +2,7 @@
 
     PYTHONPATH=examples/detect python benchmarks/rollout_step.py [--steps N] [--json]
 
-The step consists of generation, building the targets, and training. The model is first fine-tuned on the scenes of
+A step generates rollouts, builds the targets, and trains on the targets. The model is first fine-tuned on the scenes of
 examples/detect, so that its answers have realistic lengths.
 """
 
@@ -19,7 +19,7 @@ import torch
 from setting import Setting, prepare, score, train_on
 
 SHAPE = {"layers": 28, "width": 1344}
-"""0.6 B parameters."""
+"""The size of a model with 0.6 billion parameters."""
 
 
 def main() -> None:

@@ -61,8 +61,8 @@ class Line(NamedTuple):
     origin: int
     starts: int
     stops: int
-    """The number of answers that chatmill finds by tracking the origin of each character (`origin`), and how many of
-    their starts and ends a comparison of prefixes also finds (`starts`, `stops`).
+    """`origin` is the number of answers that chatmill finds by tracking the origin of each character; `starts` and
+    `stops` are the numbers of answer starts and ends that a comparison of prefixes also finds.
     """
     tagged: str
     """A description of how the mask of the tagged version differs from chatmill's mask."""

@@ -83,8 +83,8 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 class FilesAndPages(LoadScopeScheduling):
-    """Run the tests of a file in one process, because they share fixtures. The long tests of docs pages are distributed
-    one by one.
+    """Run the tests of a file in one process, because they share fixtures. The tests of docs pages take long and are
+    distributed one by one.
 
     Files that start Ray run one after the other: two clusters that start at the same time can deadlock.
     """

@@ -242,7 +242,7 @@ PATTERNS = [
     r"[0-9]{1,3}|[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n!-~]?[A-Za-z]+| ?[!-/:-@\[-`{-~]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?![^\s0-9])|\s+|(?:(?![\x00-\x20\x7f]?[A-Za-z])[\x00-\x08\x0e-\x1f\x7f])+",
 ]
-"""Patterns for ASCII, by number."""
+"""Regular expressions that split ASCII text into words, indexed by the encoder's pattern number."""
 
 
 def ascii_class(pattern: int, character: str) -> int:

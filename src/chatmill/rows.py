@@ -41,7 +41,7 @@ class Role(IntEnum):
     ASSISTANT = 2
     TOOL = 3
     NONE = 255
-    """Padding, and tokens outside turns."""
+    """The role of padding and of tokens outside turns."""
 
 
 class Part(IntEnum):
@@ -64,7 +64,7 @@ class Part(IntEnum):
     COORD = 12
     """A coordinate of an appended entry."""
     BRACE = 13
-    """The brace that closes the answer."""
+    """The brace that closes the JSON answer of a rollout."""
 
 
 class Rule(IntEnum):

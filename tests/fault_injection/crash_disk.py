@@ -1,7 +1,7 @@
-"""A simulated disk that records every operation and recreates the states that a power loss can leave.
+"""A simulated disk that records every operation and recreates the states that a power loss can leave behind.
 
 Written bytes are durable only after the file is synced. A created, renamed or removed directory entry is durable only
-after its directory is synced. Without a sync, any suffix of the changes may be lost.
+after its directory is synced. Without a sync, any number of the latest changes can be lost.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Model:
             node.safe, node.changes = node.names(), []
 
     def crash(self, to: Path, keep: Callable[[int], int]) -> None:
-        """Write the surviving files to `to`; the first `keep(n)` of n unsynced changes survive."""
+        """Write the files that survive a power loss to `to`; of n unsynced changes, the first `keep(n)` survive."""
         self._restore(self.root, to, keep)
 
     def _restore(self, folder: Folder, to: Path, keep: Callable[[int], int]) -> None:

@@ -96,7 +96,7 @@ class TrainRows(Dataset[ModelInputs]):
         self._step: PlannedStep | None = None
         """The last step that was read."""
         self._scale = (-1, 1.0)
-        """The last step and its weight factor."""
+        """The last step, and the factor by which its loss weights are multiplied."""
 
     def __len__(self) -> int:
         return self.steps * self.config.batch_size
@@ -224,7 +224,7 @@ class EvalRows(Dataset[ModelInputs]):
         self.rows = rows
         self.steps = self.plan.num_steps(0)
         self._scales: tuple[int, list[float]] | None = None
-        """Number of rows per batch over all ranks, and the weight factor of each batch."""
+        """Number of rows per batch over all ranks, and the factor for the loss weights of each batch."""
 
     def __len__(self) -> int:
         return self.steps * self.rows.config.batch_size

@@ -25,7 +25,7 @@ from chatmill.rows import OWN_ID, Index, Part, Rows, offsets, run_positions
 from chatmill.store.mapped import check_mapped, reading
 
 IGNORE_INDEX = -100
-"""The label of a position without loss, as in `torch.nn.functional.cross_entropy`."""
+"""The label of positions that are excluded from the loss, as in `torch.nn.functional.cross_entropy`."""
 
 
 class Batch(NamedTuple):

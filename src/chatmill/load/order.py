@@ -1,7 +1,7 @@
 """Orders are pure functions that map each position of an epoch to an episode.
 
-An order has no state: `at` computes the episode at any position of any epoch. The name of an order includes a version,
-and the meaning of a name never changes, so the same name, seed and number of episodes always define the same order.
+An order has no state: `at` computes the episode at any position of any epoch. The name of an order includes a version
+number; the same name, seed and number of episodes always give the same order.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class FeistelOrder(IdentityOrder):
     """A keyed permutation that is computed only for the requested positions, in constant memory.
 
     An index n is split into two halves with nearly equal ranges, n = left * width + right. Each of eight rounds adds a
-    hash of one half to the other half, modulo the size of the other half; subtraction inverts a round. The rounds are
-    repeated until the result is the index of an episode.
+    hash of one half to the other half, modulo the range of the other half; subtracting the hash inverts a round. The
+    rounds are repeated until the result is the index of an episode.
     """
 
     name = "feistel/1"

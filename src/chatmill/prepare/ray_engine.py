@@ -1,8 +1,8 @@
 """Render input units as tasks on a Ray cluster; Ray retries tasks whose worker is lost. If the dataset is written to a
 URL, tasks also write its shards.
 
-If input, tokenizer and target are URLs, nodes need no shared file system. A local path must be accessible under the
-same path on all nodes.
+If input, tokenizer and target are URLs, nodes need no shared file system. Local files must have the same path on all
+nodes.
 """
 
 from __future__ import annotations

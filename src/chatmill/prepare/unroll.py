@@ -15,7 +15,7 @@ from chatmill.records import Record, Unrolled, unroll_record
 from chatmill.rows import NO_MESSAGE, Index, Part, Role, Rows, Rule, TrainOn, offsets
 
 NOT_WRITTEN = "reasoning_left_out"
-"""The renderer's note about omitted reasoning."""
+"""Name of the ledger entry for reasoning that the template omits."""
 
 
 def unrolled(

@@ -114,7 +114,7 @@ class Record(msgspec.Struct, frozen=True, metaclass=_FromFields):
 
 
 new_message: Callable[..., Message] = MethodType(_construct, Message)
-"""`Message` without validation, for fields that were already checked."""
+"""Creates a `Message` without validation, from fields that were already checked."""
 new_record: Callable[..., Record] = MethodType(_construct, Record)
 
 _ENCODER = msgspec.msgpack.Encoder()

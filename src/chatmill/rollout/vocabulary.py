@@ -16,9 +16,9 @@ from chatmill.tokenizer import Tokenizer
 COORDINATES = tuple(f"<|coord_{k}|>" for k in range(1000))
 """The coordinate tokens `<|coord_0|>` to `<|coord_999|>`."""
 CACHED = 1 << 16
-"""Maximum number of texts whose token ids are cached."""
+"""Maximum number of strings whose token ids are cached."""
 UNSEEN, MISSING = -1, -2
-"""Sizes of a token that has not been looked up (UNSEEN), and of a token that does not exist (MISSING)."""
+"""Values in place of a token's size in bytes: not known yet (UNSEEN), or the vocabulary has no such token (MISSING)."""
 COORDINATE = {token: k for k, token in enumerate(COORDINATES)}
 
 

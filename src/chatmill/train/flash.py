@@ -22,7 +22,7 @@ PACKAGE = "flash-attn-4"
 HOPPER = 9
 """Major compute capability of the GPUs on which the gradients were compared with those of plain attention."""
 HEAD_SIZES = (32, 64, 96, 128)
-"""Head sizes with correct gradients; those of sizes 8, 16, 48 and 80 are wrong in flash-attn-4 4.0.0b36."""
+"""Head sizes with correct gradients; in flash-attn-4 4.0.0b36, the gradients for sizes 8, 16, 48 and 80 are wrong."""
 MAX_PARTS = 4
 """If at most this many query heads share a key head, the backward kernel is called once for each of them. On an H200,
 with heads of size 128, this is faster than a single call for 2 and 4 query heads, and slower for 7 and 8.
@@ -35,7 +35,7 @@ class Bounds(NamedTuple):
     """The boundaries of conversations in the flattened tokens of a batch."""
 
     at: Tensor
-    """The first token of each conversation, followed by copies of the number of tokens (int32)."""
+    """int32: the index of the first token of each conversation, padded with the total number of tokens."""
     longest: int
     """Upper bound on the number of tokens in a conversation."""
 

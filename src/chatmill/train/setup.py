@@ -75,7 +75,7 @@ class Stage:
 
 @dataclass
 class Totals:
-    """Totals over all steps of a run."""
+    """Counts of tokens, rows and conversations, summed over all steps of a run."""
 
     tokens: int = 0
     trained: int = 0

@@ -1,4 +1,4 @@
-"""Refuse or stop runs without trained tokens, and explain the cause."""
+"""Stop training runs that have no trained tokens, and explain the cause."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from fault_injection.processes import apart, limited, load_torch
 from fault_injection.trial import Tally, Trial
 
 VOCAB, ROW, ROWS = 100_000, 1024, 2048
-"""Ids have four bytes; a slab of rows has 8 MiB of ids."""
+"""A vocabulary for which token ids need four bytes, and the size of a slab, which has 8 MiB of token ids."""
 SHARE = 4
 """Minimum ratio of the dataset's size to the memory limit."""
 

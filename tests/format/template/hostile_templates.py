@@ -77,7 +77,7 @@ FAILING = [
     "{{ [3, 'x', none] | sort }}",
     "{{ 'x' | int(base=99) }}{{ messages['x'].y }}",
 ]
-"""Templates that fail."""
+"""Templates that raise an error."""
 
 GROWN = "{% set n = namespace(x=range(99999) | list) %}{% for i in range(3) %}{% set n.x = n.x + n.x %}{% endfor %}"
 NESTED = "{% set n = namespace(x=(1,)) %}{% for i in range(60000) %}{% set n.x = (n.x,) %}{% endfor %}"
@@ -127,7 +127,7 @@ EXHAUSTING = [
     "{{ '\\ud800' }}",
     "{{ messages[0].content * 900000 }}",
 ]
-"""Templates that use a lot of time or memory in a single operation, in which no steps are counted."""
+"""Templates that use a lot of time or memory in a single operation, during which no steps are counted."""
 
 OBJECTS = (
     *("''", "messages", "messages[0]", "messages[0].content", "[]", "{}", "()", "1", "1.5", "none", "true", "range(3)"),
@@ -146,7 +146,7 @@ NAMES = (
     *("_Namespace__attrs", "_iterable", "_recurse", "environment", "eval_ctx", "parent", "blocks", "exported_vars"),
     *("pieces", "trace", "plain", "observe", "format_map", "encode", "translate", "maketrans", "fromkeys", "real"),
 )
-"""Names that an attack could look up."""
+"""Names of attributes that a hostile template could try to access."""
 
 WAYS = (
     *("{{ S.N }}", "{{ S['N'] }}", "{{ S | attr('N') }}", "{{ (S.N)() }}", "{{ S.N.N }}", "{{ S.N['N'] }}"),
@@ -192,7 +192,7 @@ WAYS = (
     ),
     *("{% set S2 = S.N %}{{ S2 }}", "{{ strftime_now(S) }}", "{{ 'x'.join([S]) }}", "{{ 'x'.replace('x', S) }}"),
 )
-"""Forms of access, in which S is the object and N the name."""
+"""Template expressions that access an attribute; S stands for the object, and N for the attribute name."""
 
 
 def prying(number: int) -> str:

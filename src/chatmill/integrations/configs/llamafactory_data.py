@@ -27,7 +27,7 @@ INPUT_NOTE = "unlike LLaMA-Factory, chatmill writes an empty line between instru
 
 
 def why_not_sft(entry: Mapping[str, Any]) -> str | None:
-    """Return why an entry of dataset_info.json cannot be used for SFT, or None."""
+    """Return the reason why an entry of dataset_info.json cannot be used for SFT, or None if the entry can be used."""
     columns = entry.get("columns") if isinstance(entry.get("columns"), dict) else {}
     assert isinstance(columns, dict)
     if entry.get("ranking") or any(columns.get(name) for name in PREFERENCES):

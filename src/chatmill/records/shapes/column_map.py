@@ -27,9 +27,9 @@ from chatmill.records.shapes.preferences import PREFERENCE_KEYS, one_answer
 from chatmill.records.shapes.ranges import RANGE_KEYS
 
 MESSAGE_LISTS = ("messages", "conversations", "prompt", "completion")
-"""Keys whose value may be a list of messages."""
+"""Keys whose value can be a list of messages."""
 JSON_LISTS = ("messages", "conversations")
-"""Keys with a list value that may be given as JSON text."""
+"""Keys whose list of messages can also be given as a JSON string."""
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 RECORD_KEYS = (
     *("messages", "prompt", "completion"),

@@ -121,7 +121,7 @@ def _messages(record: KeyReader) -> list[Message]:
 
 
 def parse_primer(record: Object) -> ParsedRecord:
-    """Parse one primer record: only `messages`, each with only `role` and `content`."""
+    """Parse one primer record, which has only the key `messages`; each message has only `role` and `content`."""
     whole = KeyReader("the record", "", record, {})
     whole.only(("messages",))
     turns = fields.message_list(whole, "messages")
@@ -221,7 +221,7 @@ class _Parts:
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     ranges: list[tuple[int, int, float]] = field(default_factory=list)
-    """Ranges of parts with their own weight, as in Axolotl."""
+    """Character ranges (start, stop, weight) of text parts that have their own weight, as in Axolotl."""
 
     def add(self, part: KeyReader, weight: float | None) -> None:
         kind = part.take("type")
