@@ -1,11 +1,12 @@
-"""Measure when rollout matching pays off. Each setting changes one factor; the control continues the fine-tuning.
+"""Measure when rollout matching is better than further fine-tuning. Each setting changes one parameter; the control run
+continues the fine-tuning without rollout matching.
 
     python examples/detect/study.py run --out runs/study --seeds 0 1 2 --processes 14
     python examples/detect/study.py run --out runs/shown --seeds 3 4 5 6 7 --processes 14 --shown
     python examples/detect/study.py table runs/study/results.jsonl [--seeds 3 4 5 6 7]
 
-`run` can be restarted, and keeps existing results. A setting and its control have the same data, stage 1 and seed, so
-that differences are paired by seed.
+The command `run` can be restarted; it keeps existing results. A setting and its control use the same data, the same
+stage-1 model and the same seed, so that their scores can be compared in pairs.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ Job = tuple[str, Setting, int]
 
 
 def all_jobs(settings: dict[str, Setting], seeds: Iterable[int]) -> Iterable[Job]:
-    """Yield all jobs in the order of the settings; a job that several settings share occurs once."""
+    """Yield the jobs of all settings, in order; a job that several settings share is yielded only once."""
     seen = set()
     for name, setting in settings.items():
         for seed in seeds:
@@ -133,7 +134,9 @@ def kind(setting: Setting, parts: Iterable[str]) -> str:
 
 
 def work(out: Path, jobs: list[Job]) -> None:
-    """Run unclaimed jobs, one at a time; a job waits until its `stage 1` is done."""
+    """Run the jobs that no other process has claimed, one at a time. A job starts only after its `stage 1` job is
+    done.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -169,7 +172,7 @@ def work(out: Path, jobs: list[Job]) -> None:
 
 
 def do(name: str, setting: Setting, seed: int, folder: Path) -> dict[str, Any]:
-    """Run one job; return its scores and the number of trained tokens."""
+    """Run one job and return its results, such as its scores and the number of trained tokens."""
     if name == "stage 1":
         prepare(folder, setting, seed)
         checkpoints = [setting.first * number // setting.saves for number in range(1, setting.saves + 1)]
@@ -204,10 +207,11 @@ COLUMNS = {
 
 
 def table_lines(results: list[dict[str, Any]], by: str, seeds: list[int] | None) -> Iterable[str]:
-    """Yield a table of settings: mean scores, and paired differences from the control with their 95 % intervals.
+    """Yield a Markdown table of settings, with mean scores and the mean paired difference from the control with its 95
+    % confidence interval.
 
-    `tokens` is the number of trained tokens relative to the control. `before` is the mean of the metric `by` after
-    stage 1, and `further` is its mean for the control.
+    The column `tokens` is the number of trained tokens divided by that of the control. The columns `before` and
+    `further` are the means of the metric `by` after stage 1 and for the control.
     """
     chosen = [line for line in results if seeds is None or line["seed"] in seeds]
     controls = {(line["kind"], line["seed"]): line for line in chosen if line["name"] == "control"}
@@ -241,7 +245,7 @@ def _stage_1(line: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Return the 95 % confidence interval of the mean, by Student's t."""
+    """Return the 95 % confidence interval of the mean, computed with Student's t-distribution."""
     if len(values) < 2:
         return float("nan"), float("nan")
     quantile = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}[len(values)]

@@ -1,11 +1,11 @@
-"""Configs: each key is declared once, with its default, help text and check.
+"""Config classes: each key is declared once, with its default, its help text and a check of its value.
 
     @dataclass(frozen=True, kw_only=True)
     class LoadConfig(Config):
         batch_size: int = key(8, "rows per optimizer step", integer(1))
 
-Config files, environment variables, command-line flags and help texts all use these declarations. Configs are plain
-dataclasses, because training images often do not have msgspec.
+Config files, environment variables, command-line flags and help texts all use these declarations. Config classes are
+plain dataclasses, because msgspec is often not installed in container images for training.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ValueCheck:
-    """The values that a key accepts: a predicate, and a phrase for error messages."""
+    """A check of a config value: a predicate, and a description of valid values for error messages."""
 
     expected: str
     accepts: Callable[[Any], bool]
 
 
 def integer(least: int, most: int | None = None) -> ValueCheck:
-    """Accept integers from `least` to `most`; `most` defaults to `LONGEST`."""
+    """Return a check that accepts integers from `least` to `most`; the default of `most` is `LONGEST`."""
     limit = LONGEST if most is None else most
     expected = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
     return ValueCheck(expected, lambda value: type(value) is int and least <= value <= limit)
 
 
 def number(least: float) -> ValueCheck:
-    """Accept finite numbers that are at least `least`."""
+    """Return a check that accepts finite numbers greater than or equal to `least`."""
     return ValueCheck(f"a number of at least {least:g}", lambda value: _is_number(value) and least <= value <= LARGEST)
 
 
@@ -64,12 +64,12 @@ def one_of(*options: str) -> ValueCheck:
 
 
 def named(what: str) -> ValueCheck:
-    """Accept non-empty strings, such as the name of a file or folder."""
+    """Return a check that accepts non-empty strings, such as the name of a file or folder."""
     return ValueCheck(f"the name of a {what}", lambda value: isinstance(value, str) and value != "")
 
 
 def optional(check: ValueCheck) -> ValueCheck:
-    """Accept None, and all values that `check` accepts."""
+    """Return a check that accepts None and every value that `check` accepts."""
     return ValueCheck(f"{check.expected}, or null", lambda value: value is None or check.accepts(value))
 
 
@@ -91,7 +91,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_of(hint: Any) -> ValueCheck:
-    """Return the check for a type hint: a basic type, a Literal or a list of strings, optionally with None."""
+    """Return the check for a type hint, which can be a basic type, a Literal or a list of strings, each optionally
+    combined with None.
+    """
     if get_origin(hint) in (Union, types.UnionType):
         [present] = [option for option in get_args(hint) if option is not type(None)]
         return optional(_check_of(present))
@@ -131,13 +133,13 @@ def key(
     variable: str | None = None,
     metavar: str | None = None,
 ) -> T:
-    """Declare a key of a config; without a check, every value of its type is accepted."""
+    """Declare a config key; without `check`, the key accepts every value of its type."""
     about = {"help": help, "check": check, "flag": flag, "variable": variable, "metavar": metavar}
     return field(default=default, metadata=about)
 
 
 def required(help: str, check: ValueCheck | None = None) -> Any:
-    """Declare a key without a default."""
+    """Declare a config key that has no default, so that a value must be given."""
     return key(MISSING, help, check)
 
 
@@ -145,7 +147,7 @@ _declared: dict[Any, Mapping[str, Key]] = {}
 
 
 def keys_of(config: type[Any]) -> Mapping[str, Key]:
-    """Return the declared keys of a config by name, in order."""
+    """Return the keys that a config class declares, by name and in order of declaration."""
     if config not in _declared:
         _declared[config] = types.MappingProxyType(_read_keys(config))
     return _declared[config]
@@ -162,7 +164,7 @@ def _read_keys(config: type[Any]) -> dict[str, Key]:
 
 
 class Misfit(NamedTuple):
-    """A value that is invalid for its key."""
+    """An invalid value of a config key."""
 
     name: str
     value: Any
@@ -173,7 +175,7 @@ class Misfit(NamedTuple):
 
 
 def misfits(keys: Mapping[str, Key], values: Mapping[str, Any]) -> list[Misfit]:
-    """Return the values that are invalid for their keys."""
+    """Return the invalid values among the given config values."""
     return [
         Misfit(name, value, keys[name].check.expected)
         for name, value in values.items()
@@ -183,23 +185,27 @@ def misfits(keys: Mapping[str, Key], values: Mapping[str, Any]) -> list[Misfit]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base class of configs, whose fields are declared with `key`. One `UsageError` lists all invalid values."""
+    """Base class of config classes, whose fields are declared with `key`. If values are invalid, one `UsageError` lists
+    all of them.
+    """
 
     def __post_init__(self) -> None:
         if faults := [str(each) for each in misfits(keys_of(type(self)), vars(self))] or list(self.conflicts()):
             raise UsageError("; ".join(faults))
 
     def conflicts(self) -> Iterator[str]:
-        """Yield errors for keys that are valid separately but not together."""
+        """Yield error messages for values that are valid separately but not in combination."""
         yield from ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return every key with its value, as JSON types."""
+        """Return all keys and values as a dictionary of JSON types."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, place: str = "the config") -> Self:
-        """Build a config from the given values, with defaults for all other keys. One error lists all problems."""
+        """Build a config from the given values, with defaults for all other keys. If keys or values are invalid, one
+        error lists all of them.
+        """
         keys = keys_of(cls)
         unknown = [f'unknown key "{one_line(str(name))}"' for name in values if name not in keys]
         hint = f" (known: {', '.join(sorted(keys))})" if unknown else ""
@@ -212,12 +218,12 @@ class Config:
 
     @classmethod
     def from_file(cls, path: str | Path, **changes: Any) -> Self:
-        """Read a JSON file and the files that it inherits from; `changes` override their values."""
+        """Read a config from a JSON file and the files that it inherits from; `changes` override their values."""
         return cls.from_mapping({**read_values(Path(path)), **changes}, place=str(path))
 
     @classmethod
     def of_run(cls, path: str | Path, **changes: Any) -> Self:
-        """Like `from_file`, but ignore keys that this config does not declare."""
+        """Like `from_file`, but ignore keys in the files that this config class does not declare."""
         values = {name: value for name, value in read_values(Path(path)).items() if name in keys_of(cls)}
         return cls.from_mapping({**values, **changes}, place=str(path))
 
@@ -230,7 +236,7 @@ def _shown(value: Any) -> str:
 
 
 def from_environment(config: type[Config], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of keys that environment variables set; a boolean is 0 or 1."""
+    """Return the config values that are set by environment variables; a boolean variable is 0 or 1."""
     values: dict[str, Any] = {}
     faults = []
     for key in keys_of(config).values():
@@ -248,7 +254,9 @@ def from_environment(config: type[Config], environment: Mapping[str, str]) -> di
 
 
 def from_flags(config: type[Config], flags: Mapping[str, str]) -> dict[str, Any]:
-    """Parse the value of each flag as JSON, or as text if the value is not JSON or the key accepts only text."""
+    """Parse the value of each flag as JSON; keep it as a string if it is not valid JSON or if the key accepts only
+    strings.
+    """
     keys = keys_of(config)
     values = {name: _flag_value(text, keys[name].check) for name, text in flags.items()}
     if faults := misfits(keys, values):
@@ -257,7 +265,7 @@ def from_flags(config: type[Config], flags: Mapping[str, str]) -> dict[str, Any]
 
 
 def flag_spellings(name: str) -> list[str]:
-    """Return the flags of a key: `--max_iters` and `--max-iters`."""
+    """Return the command-line flags for a config key, such as `--max_iters` and `--max-iters`."""
     return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
 
 
@@ -273,7 +281,9 @@ def _flag_value(text: str, check: ValueCheck) -> Any:
 
 
 def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillError] = DataError) -> dict[str, Any]:
-    """Read a TOML file. Error messages refer to the file as `name`, and end with `what` if the file cannot be read."""
+    """Read a TOML file. Error messages refer to the file as `name`. If the file cannot be read, the error message ends
+    with `what`.
+    """
     name = name or str(path)
     try:
         table = tomllib.loads(local_path(path).read_text("utf-8"))
@@ -287,10 +297,11 @@ def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillErro
 
 
 def read_values(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read the keys of a JSON file and of the files that it inherits from; its own keys override inherited keys.
+    """Read the config values in a JSON file and in the files that it inherits from; values in the file override
+    inherited values.
 
-    `heirs` are the files that inherit from this file, outermost first. Raise `UsageError` if a file inherits from
-    itself.
+    `heirs` lists the files that inherit from this file, directly or indirectly, starting with the file that was read
+    first. Raise `UsageError` if a file inherits from itself.
     """
     # Read the file before resolving its path, so that the error for a circular symbolic link names the link.
     table = _read_json(path)
@@ -324,7 +335,9 @@ def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parent_path(parent: Any, child: Path) -> Path:
-    """Locate an inherited file in the current folder, then in the folder of `child`."""
+    """Return the path of an inherited file, which is searched for in the current folder and then in the folder of
+    `child`.
+    """
     if not isinstance(parent, str) or not parent:
         raise UsageError(f'{child}: "{INHERITS}" is {_shown(parent)}; expected the name of a file')
     places = [local_path(parent), child.parent / parent]

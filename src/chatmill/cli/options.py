@@ -1,4 +1,4 @@
-"""Options, summaries and progress display shared by commands."""
+"""Command-line options, summaries and progress displays that several commands use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def argument(metavar: str, help: str, parser: Callable[[str], Any] | None = None) -> Any:
-    """Return a positional argument whose help shows no default."""
+    """Return a positional command-line argument; its help text does not show a default."""
     return typer.Argument(metavar=metavar, help=help, show_default=False, parser=parser)
 
 
@@ -32,7 +32,7 @@ def command_group(help: str) -> typer.Typer:
 
 
 def dataset_place(name: str) -> Place:
-    """Parse a dataset argument: a folder or a URL."""
+    """Parse a command-line argument that is the folder or URL of a dataset."""
     from chatmill.store.layout import METADATA
 
     where = place(name)
@@ -68,7 +68,7 @@ OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace an exi
 
 
 def print_losses(ledger: Ledger, *, err: bool = False) -> None:
-    """Print one line per reason for which rows or tokens were repeated, truncated, dropped or noted."""
+    """Print the ledger's counts of repeated, truncated, dropped and noted rows and tokens, one line per reason."""
     for bucket, reason, entry in ledger:
         if reason.startswith(UNREAD_KEY):
             typer.echo(f"note: {unread_key(reason, entry.rows)}", err=err)
@@ -109,7 +109,7 @@ def console_on_stdout(*, soft_wrap: bool = False) -> Console:
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a count with its noun, in the plural unless the count is 1.
+    """Format a number with a noun, which is in the plural unless the number is 1.
 
     >>> counted(1, "record"), counted(2500, "record")
     ('1 record', '2,500 records')
@@ -142,7 +142,7 @@ def progress_on_stderr(*columns: ProgressColumn) -> Progress:
 
 @contextmanager
 def counting(what: str) -> Iterator[Callable[[int], None]]:
-    """Show a counter on standard error; yield a function that adds to it."""
+    """Show a counter on standard error, and yield a function that increases the counter."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:,}"), TimeElapsedColumn())
     with progress_on_stderr(*columns) as bar:
         task = bar.add_task(what, total=None)
@@ -152,8 +152,8 @@ def counting(what: str) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def counting_after_fork(what: str) -> Iterator[Callable[[int], None]]:
-    """Like `counting`, but start the display only at the first count, because the display uses a thread, and workers
-    must be forked before any thread starts.
+    """Like `counting`, but start the display at the first count, because the display uses a thread, and worker
+    processes must be forked before any thread starts.
     """
     with ExitStack() as display:
         add: Callable[[int], None] | None = None
@@ -167,7 +167,7 @@ def counting_after_fork(what: str) -> Iterator[Callable[[int], None]]:
 
 
 def progress(items: Iterable[T], what: str) -> Iterator[T]:
-    """Yield the items, and show a counter on standard error."""
+    """Yield the items, and show on standard error how many items have been processed."""
     with counting(what) as advance:
         for item in items:
             yield item

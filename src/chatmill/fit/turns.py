@@ -1,4 +1,4 @@
-"""Find the turns in rows, either from their span table or from the markers in plain token ids."""
+"""Find the turns in rows, either from the spans of the rows or from the turn markers in plain token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chatmill.rows import OWN_ID, SPAN, Index, Part, Role, Rows, Rule, mask_runs
 
 @dataclass(frozen=True)
 class TurnTable:
-    """The turns in a set of rows. A turn consists of the consecutive spans of one message.
+    """A table of the turns in a set of rows. A turn consists of the consecutive spans of one message.
 
     turns    system | user asst | user asst asst | user
     parts    head     exchange    exchange         exchange
@@ -63,7 +63,9 @@ def turns_of(rows: Rows) -> TurnTable:
 
 @dataclass(frozen=True)
 class ExchangeTable:
-    """Turns with their starts, rows and exchanges, and the end of the head of each row."""
+    """For each turn: its first token, its row, and whether it begins an exchange. For each row: the end of BOS and the
+    leading system turns.
+    """
 
     start: Index
     row: Index
@@ -77,8 +79,9 @@ def exchanges_of(rows: Rows) -> ExchangeTable:
         turns    BOS system system | asst | user user asst tool asst | system user asst
         parts    head                       exchange                   exchange
 
-    Consecutive user turns start a single exchange. After the head, a system turn next to a user turn belongs to the
-    same exchange as the user turn. Turns before the first user turn are a separate exchange.
+    Consecutive user turns belong to the same exchange. A system turn next to a user turn belongs to the same exchange
+    as the user turn, unless it is at the start of the row. Other turns before the first user turn form a separate
+    exchange.
     """
     turn, count = turns_of(rows), len(rows)
     number, in_turns = np.arange(len(turn.start)), turn.role != Role.NONE
@@ -108,7 +111,7 @@ def begins_segment(rows: Rows) -> NDArray[np.bool_]:
 
 
 def by_row(reduce: np.ufunc, values: Index, row: Index, rows: int, default: int = -1) -> Index:
-    """Reduce the values of each row to one value with `reduce`, such as np.minimum."""
+    """Combine all values of each row into one value with a ufunc, such as `np.minimum`."""
     out = np.full(rows, default, dtype=np.int64)
     reduce.at(out, row, values)
     return out
@@ -120,13 +123,15 @@ def by_row(reduce: np.ufunc, values: Index, row: Index, rows: int, default: int 
 def rows_from_ids(
     documents: Sequence[Sequence[int]], *, openers: Mapping[Role, int], close: int, eos: int | None = None
 ) -> Rows:
-    """Make one row from each document. A turn extends from its marker to the first `close`.
+    """Make one row from the token ids of each document. A turn extends from its marker in `openers` to the next `close`
+    token.
 
         U u E A a EOS b   ->   U|u|E A|a EOS   b EOS
                                user  asst      outside of every turn
 
-    If another marker occurs before `close`, the turn ends at that marker and is not closed. With `eos`, EOS is appended
-    to each document, and every EOS ends a turn and a segment. Without `eos`, a document is one segment.
+    If another marker occurs before `close`, the turn ends at that marker and is not closed. If `eos` is given, an EOS
+    token is appended to each document, and every EOS token ends a turn and a segment. Otherwise, a document is one
+    segment.
     """
     ends_with: tuple[int, ...] = () if eos is None else (eos,)
     if len({*openers.values(), close, *ends_with}) < len(openers) + 1 + len(ends_with):
@@ -177,7 +182,7 @@ def rows_from_ids(
 
 
 def with_mask(rows: Rows, mask: ArrayLike) -> Rows:
-    """Replace the weights of rows with a mask; spans are split where the mask changes."""
+    """Replace the loss weights of rows with a loss mask; spans are split where the mask changes."""
     trained = np.asarray(mask, dtype=bool)
     start = mask_runs(trained, rows.span_start)
     spans = rows.spans.take(np.searchsorted(rows.span_start, start[:-1], side="right") - 1)
@@ -186,8 +191,8 @@ def with_mask(rows: Rows, mask: ArrayLike) -> Rows:
 
 
 def assistant_mask(ids: ArrayLike, *, assistant: int, close: int) -> NDArray[np.bool_]:
-    """Return a mask of the tokens after each `assistant` token, up to and including the next `close`. Other markers are
-    ignored.
+    """Return a loss mask of the tokens after each `assistant` token, up to and including the next `close` token. Turn
+    markers of other roles are ignored.
     """
     tokens = np.asarray(ids, dtype=np.int64)
     place = np.arange(1, len(tokens) + 1)

@@ -1,14 +1,15 @@
-"""Render many conversations to Rows at once, with a preset or a TOML format.
+"""Render a batch of conversations to token ids and loss weights, with a preset or a TOML format.
 
 Each message consists of the following pieces:
 
     <|im_start|> user\\nHello <|im_end|> \\n     <|im_start|>assistant\\n  Hi   <|im_end|> \\n
     open         body         close      after   open                     body close      after
 
-`begin` precedes the first message of a conversation, and `end` follows the last. Only the token ids of `body` differ
-between messages of the same role, and all bodies of a chunk are encoded in one call. The text between two control
-tokens is encoded as a whole; only the assistant header is encoded separately from the body. A prompt ends with the
-assistant header, so the ids of a prompt are a prefix of the row.
+The piece `begin` precedes the first message of a conversation, and the piece `end` follows the last message. Messages
+of the same role differ only in the token ids of `body`, and the bodies of all messages are encoded in one call. All
+text between two control tokens is encoded together, except that the assistant header is encoded separately from the
+body. A generation prompt ends with the assistant header, so its token ids are a prefix of the token ids of the whole
+conversation.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ PIECES = len(PARTS)
 
 @dataclass(frozen=True)
 class TurnRenderer:
-    """Renders with a `ChatFormat` and a tokenizer, which must be opened with the control tokens of the format."""
+    """Renders conversations with a `ChatFormat` and a tokenizer. The tokenizer must have been opened with the control
+    tokens of the format.
+    """
 
     format: ChatFormat
     tokenizer: Tokenizer
@@ -94,7 +97,7 @@ class TurnRenderer:
 
     @cached_property
     def _joins(self) -> bool:
-        """Whether a prompt and its completion are encoded as one text."""
+        """Whether a prompt and its completion are concatenated before they are encoded."""
         return not self.format.has_turns and adds_space(self.tokenizer)
 
     @cached_property
@@ -102,7 +105,9 @@ class TurnRenderer:
         return ControlTokens(self.tokenizer.control_ids)
 
     def _count_control_texts(self, records: Sequence[Record]) -> int:
-        """Count the records whose text contains the name of a control token, which is encoded as plain text."""
+        """Count the records whose messages contain the characters of a control token, which are encoded as plain
+        text.
+        """
         texts = ([message.content for message in record.messages] for record in records)
         return sum(map(self._control_tokens.any_in, texts))
 
@@ -176,7 +181,9 @@ class TurnRenderer:
         return mask_answers(rows) if self.format.requires_user and self.masks_answers else rows
 
     def _render_joined(self, records: Sequence[Record], train_on: TrainOn, ledger: Ledger | None) -> Rows:
-        """Render each prompt and its completion as one text. All spans have the message index of the completion."""
+        """Concatenate each prompt and its completion before encoding. All spans refer to the message of the
+        completion.
+        """
         texts = [joined(record, train_on) for record in records]
         rows = _rows(self, message_columns(texts, self.format, self.compiled), train_on, ledger)
         numbers = np.repeat([len(record.messages) - 1 for record in records], np.diff(rows.first_span))
@@ -199,12 +206,14 @@ def requires_user(renderer: Renderer) -> bool:
 
 
 def before_cutting(renderer: Renderer) -> Renderer:
-    """Return a renderer without the `requires_user` mask, so that the mask can be applied after truncation."""
+    """Return a renderer that does not apply the `requires_user` mask, so that the mask can be applied after
+    truncation.
+    """
     return replace(renderer, masks_answers=False) if isinstance(renderer, TurnRenderer) else renderer
 
 
 def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, ledger: Ledger | None) -> Rows:
-    """Encode the texts of all messages in one call and assemble the rows."""
+    """Encode the texts of all messages in one call, and assemble the token ids and spans of the rows."""
     compiled = renderer.compiled
     flat, text_start = renderer.tokenizer.encode_batch(columns.texts)
     by_range = _range_weights(columns, flat, text_start, renderer.tokenizer)
@@ -218,7 +227,9 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, le
     parts, rules = np.empty((2, base[-1]), dtype=np.uint8)
 
     def places(piece: int) -> Index | slice:
-        """Return the index of a piece in every message, as a slice if possible, because a slice is faster."""
+        """Return the indices of a piece, such as `open`, in the arrays of all messages. Return a slice if possible,
+        because indexing with a slice is faster.
+        """
         if not bodies:
             return slice(piece, None, PIECES)
         return base[:-1] + piece if piece <= BODY else base[1:] + (piece - PIECES)
@@ -291,9 +302,10 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, le
 
 
 def _range_weights(columns: MessageColumns, flat: Ids, text_start: Index, tokenizer: Tokenizer) -> TokenWeights | None:
-    """Return the weights of the encoded tokens according to train ranges, or None if no message has ranges.
+    """Return the token weights that follow from the `train_ranges` of messages, or None if no message has
+    `train_ranges`.
 
-    Raise a `RecordError` if the tokens of a message with ranges do not decode to the text of the message.
+    Raise a `RecordError` if the tokens of a message with `train_ranges` do not decode to the text of the message.
     """
     ranged = {at for at in columns.extended if columns.messages[at].train_ranges}
     if not ranged:

@@ -1,4 +1,4 @@
-"""The process in which TRL's SFTTrainer prepares records, one at a time."""
+"""Prepare records with TRL's SFTTrainer in a separate process, one record at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WARM_UP = "{% for m in messages %}{{ m.content }}{% generation %}{{ m.role | toj
 
 
 class TRLSetup(msgspec.Struct, frozen=True):
-    """How TRL trains on conversations with a given chat template."""
+    """The settings with which TRL trains on conversations for a given chat template."""
 
     version: str
     max_length: int | None
@@ -41,7 +41,9 @@ class TRLSetup(msgspec.Struct, frozen=True):
 
 
 class PreparedRow(msgspec.Struct, frozen=True):
-    """The ids and loss mask of a row, and the number of tokens that `max_length` keeps."""
+    """The token ids and the loss mask of a row, and the number of tokens that are left after truncation to
+    `max_length`.
+    """
 
     ids: list[int]
     trained: bytes
@@ -49,9 +51,9 @@ class PreparedRow(msgspec.Struct, frozen=True):
 
 
 class PreparedRecord(msgspec.Struct, frozen=True):
-    """A record prepared with the configured loss and with TRL's default loss.
+    """A record that TRL prepared with the configured loss mask and with TRL's default loss mask.
 
-    If TRL rejects the record, the reason replaces the row.
+    If TRL rejects the record, the error message is stored instead of the row.
     """
 
     chosen: PreparedRow | str
@@ -99,7 +101,7 @@ def _service(tokenizer: str, settings: str) -> Callable[[bytes], bytes]:
 
 
 class _Preparation:
-    """Runs the dataset preparation of an SFTTrainer, without a model."""
+    """Runs the dataset preparation of SFTTrainer without creating a trainer or a model."""
 
     def __init__(self, tokenizer: Path, settings: dict[str, Any]) -> None:
         import trl
@@ -120,7 +122,9 @@ class _Preparation:
         opened.chat_template = named if settings["with_tools"] else settings["template"]
 
     def _import_all(self) -> None:
-        """Prepare an example now, because TRL imports some modules on first use, and later imports would fail."""
+        """Prepare an example so that TRL imports all modules that it needs, because imports fail once the process is
+        sandboxed.
+        """
         for template in (REFUSING, WARM_UP):
             self._tokenizer.chat_template = template
             with suppress(Exception):
@@ -143,7 +147,9 @@ class _Preparation:
         return TRLSetup(**setup, patched=self._template is not None, end_trained=end_trained)
 
     def _decide(self) -> tuple[str | None, bool]:
-        """Return TRL's own training template, if TRL uses it, and whether TRL trains on the end token of answers."""
+        """Return the training template that TRL uses instead of the model's template, or None, and whether TRL trains
+        on the end token of answers.
+        """
         from trl import chat_template_utils as templates
 
         is_tagged = templates.has_generation_markers(self._tokenizer.chat_template)
@@ -151,9 +157,10 @@ class _Preparation:
         return template, templates.is_chat_template_stop_token_trained(self._tokenizer, chat_template=template)
 
     def prepare(self, examples: list[dict[str, Any]]) -> PreparedRecord:
-        """Prepare a record, given as an example for TRL's training template and an example for the model's template.
+        """Prepare a record. `examples` contains the record as input for TRL's training template and as input for the
+        model's template.
 
-        If both examples are the same, `examples` has one element.
+        If both inputs are the same, `examples` has one element.
         """
         default = self._row(examples[-1], False, None)
         if not self._masked:
@@ -196,7 +203,7 @@ class _Preparation:
 class _PreparedExamples:
     """The part of the `IterableDataset` interface that SFTTrainer needs to prepare a dataset.
 
-    The `datasets` library uses shared memory, which this process is not allowed to use.
+    A dataset of the `datasets` library would need shared memory, which this process is not allowed to use.
     """
 
     column_names = None

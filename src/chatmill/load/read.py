@@ -25,8 +25,8 @@ LARGE_TABLE, RECORDS_PER_LOOKUP = 1 << 26, 1 << 10
 
 
 class Places(NamedTuple):
-    """The shard of each episode, its index and first token in the shard, and its length; shards are numbered over all
-    sources.
+    """For each episode: its shard, its index in the shard, its first token in the shard, and its length in tokens.
+    Shards are numbered over all sources.
     """
 
     shard: Index
@@ -42,7 +42,9 @@ class EpisodeSpans(NamedTuple):
     weight: NDArray[np.float32]
     is_padding: NDArray[np.bool_]
     target: Index | None
-    """The token id to predict, or -1 for the token itself; None if all spans predict their own tokens."""
+    """The target token id of each span, or -1 if the targets are the tokens of the span; None if no span has a target
+    id.
+    """
     first: Index
     """The first span of each episode, followed by the number of spans."""
     segment_first: Index
@@ -79,7 +81,7 @@ class LocatedEpisodes(NamedTuple):
 
 
 class StoredEpisodes(NamedTuple):
-    """The locations of the tokens and spans of stored episodes, and the shards that contain them."""
+    """The locations of the tokens and spans of several episodes, and the shards that contain the episodes."""
 
     tokens: LocatedEpisodes
     shard: Index
@@ -135,7 +137,9 @@ class EpisodeReader:
         return part.array(number, name)
 
     def locate(self, episodes: Index) -> Places:
-        """Return the locations of the given episodes; raise `DataError` if an index points beyond the tokens."""
+        """Return the locations of the given episodes. Raise `DataError` if an entry in the index file points past the
+        last token.
+        """
         shard = self.shard_of(episodes)
         number = episodes - self._first[shard]
         entries = np.empty((len(episodes), 2), dtype=np.uint64)
@@ -167,11 +171,11 @@ class EpisodeReader:
         return StoredEpisodes(located, places.shard, shards, spans)
 
     def has_targets(self, shards: Iterable[int]) -> bool:
-        """Return whether a span of these shards may have a target other than its own tokens."""
+        """Return whether one of the given shards has a file of target token ids."""
         return any(TARGETS in self._records[shard] for shard in shards)
 
     def check(self, shards: Iterable[int]) -> None:
-        """Raise `DataError` if a file of these shards has changed since it was mapped."""
+        """Raise `DataError` if a file of the given shards has changed since it was memory-mapped."""
         for shard in shards:
             part, number = self._shards[shard]
             part.check([number])
@@ -225,7 +229,9 @@ class EpisodeReader:
         return StoredSpans(tables, which, begin, end, *_borders(begin, several))
 
     def _span_ranges(self, shard: int, here: Places) -> tuple[Index, Index, tuple[Index, Index] | None]:
-        """Return the span range of each episode in its shard and, if episodes have several segments, their segments."""
+        """Return the range of spans of each episode in the shard and, if episodes have several segments, the number of
+        segments and their first spans.
+        """
         origins, most = self.array(shard, ORIGINS), self._records[shard][SPANS]
         if len(origins) == self._records[shard][INDEX] and (own := _own_segments(origins, here.number, most)):
             begin, end = own
@@ -240,7 +246,7 @@ class EpisodeReader:
         return begin, end, (high - low, inside)
 
     def _check_rising(self, shard: int, *bounds: Index | int) -> None:
-        """Raise `DataError` unless the bounds of an episode's segments are in order."""
+        """Raise `DataError` if the given bounds of episodes and segments are not in ascending order."""
         for low, high in pairwise(bounds):
             if np.any(np.less(high, low)):
                 raise self._damaged(shard, ORIGINS, "segments are out of order")
@@ -260,7 +266,9 @@ class EpisodeReader:
         return table, np.searchsorted(start, edges)
 
     def _targets(self, shard: Index, begin: Index, end: Index) -> Index | None:
-        """Return the targets of the spans `begin` to `end` of each shard, or None if no shard has targets."""
+        """Return the target ids of the spans `begin` to `end` of each episode, or None if no shard has a file of
+        targets.
+        """
         if not self.has_targets(set(shard.tolist())):
             return None
         first = offsets(end - begin)
@@ -281,7 +289,9 @@ class EpisodeReader:
 
 
 def _by_shard(shard: Index) -> Iterator[tuple[int, Selection]]:
-    """Yield each distinct value of `shard` with its indices in the array, or with a slice if all values are equal."""
+    """Yield each distinct shard number in `shard` with its positions in the array, or with a full slice if all numbers
+    are equal.
+    """
     if not len(shard):
         return
     if bool((shard == shard[0]).all()):
@@ -295,7 +305,7 @@ def _by_shard(shard: Index) -> Iterator[tuple[int, Selection]]:
 
 
 def _own_segments(origins: Table, episodes: Index, most: int) -> tuple[Index, Index] | None:
-    """Return the span range of each episode if every episode i is exactly segment i, otherwise None."""
+    """Return the range of spans of each episode if every given episode i consists only of segment i, otherwise None."""
     around = _records(origins, np.stack([episodes - 1, episodes, episodes + 1]))
     before, row, after = around["row"].astype(np.int64)
     last = row == len(origins) - 1
@@ -308,7 +318,7 @@ def _own_segments(origins: Table, episodes: Index, most: int) -> tuple[Index, In
 def _records(table: Table, numbers: Index) -> Table:
     """Copy whole records of a mapped table, because indexing the unaligned fields of a mapped file is slow.
 
-    The pages of a large table are released after copying, so that they do not stay in memory.
+    If the table is large, release its memory pages after copying.
     """
     records, flat = as_bytes(table), numbers.ravel()
     file = mapped_file(table)
@@ -324,16 +334,17 @@ def _records(table: Table, numbers: Index) -> Table:
 
 
 def _first_spans(origins: Table, segments: Index, end: int) -> Index:
-    """Return the first span of each segment, or `end` for an index past the last segment."""
+    """Return the index of the first span of each segment; return `end` for a segment index past the last segment."""
     if not len(origins):
         return np.full(segments.shape, end, dtype=np.int64)
     return np.where(segments < len(origins), _records(origins, segments)["first_span"].astype(np.int64), end)
 
 
 def _borders(begin: Index, several: list[tuple[Selection, Index, Index]]) -> tuple[Index, Index]:
-    """Return the first span of each segment, and the first segment of each episode.
+    """Return the index of the first span of each segment and the index of the first segment of each episode.
 
-    `several` lists the episodes with more than one segment, with their segment counts and first spans.
+    `several` lists groups of episodes whose segments were counted, with the number of segments of each episode and the
+    first span of each segment.
     """
     if not several:
         return begin, np.arange(len(begin) + 1)
@@ -367,8 +378,8 @@ def _without(spans: EpisodeSpans, cut: Index) -> EpisodeSpans:
 
 
 def _lower_bounds(table: Table, column: str, values: Index) -> Index:
-    """For each value, return the index of the first record with at least this value in a sorted column, in O(log n)
-    reads.
+    """Return, for each value, the index of the first record whose value in a sorted column is not smaller (binary
+    search).
 
     `np.searchsorted` would first copy the whole column, because columns of a mapped file are strided.
     """

@@ -1,8 +1,8 @@
-"""Find duplicates and near-duplicates among all records, from the columns staged by `dedupe_columns`.
+"""Find duplicates and near-duplicates among all records, using the hashes and MinHash signatures from `dedupe_columns`.
 
-Near-duplicates are found band by band: records with the same band key are candidates, and the signatures of each pair
-of candidates are compared. Similar pairs are merged into groups, and one record of each group is kept. Memory use is a
-few bytes per record; signatures stay in the staged files.
+Near-duplicates are found with locality-sensitive hashing: records with the same key in a band are candidates, and the
+signatures of candidates are compared in pairs. Similar pairs are merged into groups, and one record of each group is
+kept. Signatures are read from files when they are needed, so memory use is only a few bytes per record.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MEMBERS = 2**18
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Duplicates among the records that have rows, in input order."""
+    """For each record that has rows, in input order: the record that it duplicates, if any."""
 
     twin: Numbers
     """Index of the record that is kept instead; -1 for a record that is not a duplicate.
@@ -50,10 +50,10 @@ class Duplicates:
 
 
 def find_duplicates(staged: Sequence[StagedFile], job: Job, excluded: Sequence[Flags] | None = None) -> Duplicates:
-    """Find all duplicates. Equal records are ordered by source precedence and then by input order, and the first is
-    kept.
+    """Find all duplicates. Among equal records, the record from the source with the highest precedence is kept and,
+    within that source, the first record.
 
-    For each file, `excluded` marks the rows of records that are not compared.
+    `excluded` contains a boolean array for each file, which marks the rows of records to skip.
     """
     # Number records in order of precedence, so that the first record of a group has the smallest number.
     counts = [int(record_begins(file.head()).sum()) for file in staged]
@@ -95,7 +95,7 @@ def _precedence(job: Job, source: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Files:
-    """Staged files in order of precedence, with records numbered across all files."""
+    """Files of rendered rows in order of source precedence; records are numbered across all files."""
 
     files: Sequence[StagedFile]
     start: NDArray[np.int64]
@@ -112,7 +112,7 @@ class _Files:
         return np.int32 if self.count < 2**31 else np.int64
 
     def column(self, name: str, *, band: int | None = None) -> Iterator[tuple[slice, NDArray[Any]]]:
-        """For each file, yield its range of record indexes, and the values of a column for these records."""
+        """Yield, for each file, the range of its record indexes and the values of a column for these records."""
         for at, file in enumerate(self.files):
             if self.start[at] < self.start[at + 1]:
                 unit = file.head()
@@ -132,9 +132,10 @@ class _Files:
 
 
 def _exact(files: _Files, skipped: Flags) -> Numbers:
-    """For each record, return the first record with the same key, or -1 for that first record and for skipped records.
+    """Return, for each record, the index of the first record with the same key; -1 if no earlier record has the same
+    key, or if the record is skipped.
 
-    Keys are compared in sixteen passes, to limit memory use to little more than 16 bytes per key.
+    To save memory, keys are compared in 16 passes, one for each value of their first 4 bits.
     """
     keys = np.empty((files.count, 2), dtype="<u8")
     for here, values in files.column("exact"):
@@ -155,8 +156,8 @@ def _exact(files: _Files, skipped: Flags) -> Numbers:
 
 
 def _near(files: _Files, threshold: float, twin: Numbers) -> Numbers:
-    """For each record, return the first record of its near-duplicate group, or -1 for that record and for exact
-    duplicates.
+    """Return, for each record, the index of the first record in its group of near-duplicates; -1 if the group has no
+    earlier record.
     """
     # Signatures store one byte of each MinHash value. Different values have the same byte with probability 1/256, so
     # the required share of matches is higher than the threshold.
@@ -178,7 +179,9 @@ def _near(files: _Files, threshold: float, twin: Numbers) -> Numbers:
 
 
 def _candidates(files: _Files, band: int, twin: Numbers) -> Iterator[Pairs]:
-    """Yield pairs of records with the same band key, without exact duplicates; at most `COMPARED` + 1 per record."""
+    """Yield pairs of records with the same band key, except exact duplicates. A record is paired with at most
+    `COMPARED` + 1 earlier records.
+    """
     # Put the band key in the upper 32 bits and the record index in the lower 32 bits, so that one sort orders by both.
     keyed, filled = np.empty(files.count, dtype=np.uint64), 0
     for here, keys in files.column("bands", band=band):
@@ -205,7 +208,7 @@ def _numbers(keyed: NDArray[np.uint64]) -> Numbers:
 
 
 def _repeated(keyed: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Sort in place, by key and then by record; drop keys that occur only once."""
+    """Sort the entries by key and then by record index, and return those whose key occurs more than once."""
     keyed.sort()
     same = np.zeros(len(keyed) + 1, dtype=bool)
     for begin in range(1, len(keyed), MEMBERS):
@@ -215,7 +218,7 @@ def _repeated(keyed: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _verify(files: _Files, pending: Sequence[Pairs], groups: _Groups, needed: float) -> None:
-    """Merge the pairs whose signatures share at least `needed` values."""
+    """Merge the groups of each pair of records whose signatures agree in at least `needed` values."""
     one, other = (np.concatenate([np.empty(0, dtype=np.int64), *column]) for column in zip(*pending, strict=True))
     for begin in range(0, len(one), PAIRS):
         pairs = groups.apart(one[begin : begin + PAIRS], other[begin : begin + PAIRS])
@@ -246,7 +249,7 @@ class _Groups:
         return earlier
 
     def apart(self, one: Numbers, other: Numbers) -> Pairs:
-        """Return the pairs that are not in the same group yet."""
+        """Return the pairs whose two records are in different groups."""
         differ = self.first(one) != self.first(other)
         return one[differ], other[differ]
 

@@ -1,8 +1,8 @@
 """Compare two datasets: match their conversations by content, regardless of order, shards and packing.
 
-Each conversation has a key, a hash of its ids, and a hash of its weights and targets. To save memory, keys are compared
-in 16 passes, each over one part of the key space. If a key occurs n times in A and m times in B, min(n, m) pairs of
-conversations are matched, most similar pairs first:
+Each conversation has a key (a hash of its text), a hash of its token ids, and a hash of its loss weights and targets.
+To save memory, keys are compared in 16 passes, one for each value of their first 4 bits. If a key occurs n times in
+dataset A and m times in dataset B, min(n, m) pairs of conversations are matched, starting with the most similar pairs:
 
     A   k:57* k:57. k:8.       equal 1, mask 1, changed 0, removed 1
     B   k:57* k:57*
@@ -62,7 +62,7 @@ class ConversationOrigin:
 
 @dataclass(frozen=True)
 class Difference:
-    """The number of conversations with one kind of difference, and the first examples."""
+    """The number of conversations with one kind of difference, and a few examples."""
 
     count: int
     examples: tuple[ConversationOrigin, ...]
@@ -110,7 +110,7 @@ class Diff:
 
 
 def diff_datasets(one: str | Place, other: str | Place, *, token_dtype: str | None = None) -> Diff:
-    """Compare two datasets by conversation; `token_dtype` applies to both."""
+    """Match the conversations of two datasets and return the differences; `token_dtype` applies to both datasets."""
     a, b = (_Conversations(open_dataset(path, token_dtype=token_dtype)) for path in (one, other))
     by_key = a.has_keys and b.has_keys
     if not by_key:
@@ -138,7 +138,7 @@ def diff_datasets(one: str | Place, other: str | Place, *, token_dtype: str | No
 
 
 class _Examples:
-    """Counts conversations, and keeps the first few as examples."""
+    """Counts conversations, and stores the numbers of the first few as examples."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -150,7 +150,7 @@ class _Examples:
 
 
 def _pairs(a: list[NDArray[Any]], b: list[NDArray[Any]]) -> tuple[Index, Index]:
-    """Pair the rows of `a` with equal rows of `b`; each row is used at most once, in order.
+    """Return the indices of equal rows of `a` and `b`, paired in order; each row occurs in at most one pair.
 
     a  7 7 8
     b  7 9 7 7    ->  0 1 and 0 2
@@ -195,7 +195,9 @@ class _Conversations:
         self._key[:, 0], self._key[:, 1] = self._ids, 0
 
     def shares(self) -> NDArray[np.uint8]:
-        """For each key, return the number (0 to 15) of its part of the key space, or `SHARES` for padding."""
+        """Return the pass (0 to 15) in which each conversation is compared, or `SHARES` for padding, which is not
+        compared.
+        """
         return np.where(self._real, (self._key[:, 0] >> np.uint64(60)).astype(np.uint8), np.uint8(SHARES))
 
     def columns(self, names: str, numbers: Index) -> list[NDArray[Any]]:
@@ -222,7 +224,9 @@ class _Conversations:
 
 
 def _segments(episodes: Episodes) -> list[int]:
-    """Return the number of segments in each shard, including padding; without origins, every row is one segment."""
+    """Return the number of segments in each shard, including padding segments; without an origins file, every episode
+    counts as one segment.
+    """
     return [shard.records.get(ORIGINS, shard.num_episodes) for shard in episodes.shards]
 
 
@@ -230,11 +234,11 @@ def _segments(episodes: Episodes) -> list[int]:
 
 
 def _hashes(rows: Rows) -> tuple[Words, Words]:
-    """Hash every conversation twice: its token ids, and its loss weights and targets.
+    """Return two hashes of every conversation: one of its token ids, and one of its loss weights and targets.
 
-    The value of each token is multiplied by a random number for its position, and the hash is the sum over all tokens.
-    The weight and the target are the same for all tokens of a span, so they are multiplied only once per span, by the
-    sum of the random numbers for the span's positions.
+    A hash is a sum over all tokens: the value of each token times a random number that depends on its position. All
+    tokens of a span have the same weight and target, so a span adds their value times the sum of the random numbers of
+    its positions.
     """
     longest = int(np.diff(rows.segment_start).max(initial=0))
     random = np.random.PCG64(0).random_raw(longest)
@@ -257,7 +261,7 @@ def _mixed(words: Words) -> Words:
 
 
 def _until(words: Words) -> Words:
-    """Return the sum, modulo 2**64, of all words before each word, followed by the total."""
+    """Return the cumulative sums of the words modulo 2**64, starting with 0."""
     until = np.zeros(len(words) + 1, dtype=np.uint64)
     np.cumsum(words, out=until[1:])
     return until
@@ -289,7 +293,9 @@ def _causes(one: Metadata | None, other: Metadata | None, removed: int, added: i
 
 
 def _settings(metadata: Metadata) -> dict[tuple[str, str], Any]:
-    """Return all settings and inputs that may cause a difference, keyed by part and name."""
+    """Return the settings and inputs of a build that can cause differences, keyed by the part of the build and the
+    name.
+    """
     format = metadata.format if isinstance(metadata.format, dict) else {"format": metadata.format}
     config = {name: value for name, value in metadata.config.items() if name not in WITHOUT_EFFECT}
     listed = config.get("sources")

@@ -1,6 +1,6 @@
 """Find the end-of-text token in another program's tokenizer files.
 
-The end token is looked up in these forms, in this order:
+The following forms are searched for, in this order:
 
     {"eot_token_id": 50256}                               a name with an id; also eos, end_of_text, im_end, …
     {"eos_token": "<|endoftext|>", "vocab": {…}}          a name with a text that is in a vocabulary
@@ -87,7 +87,9 @@ IN_BRACKETS = re.compile(r"</s>|[<\[]\|?[^\s<>\[\]|]+\|?[>\]]")
 
 
 class _Named(NamedTuple):
-    """An entry with the name of an end token; among several entries, the smallest tuple takes precedence."""
+    """A key that is the name of an end token, with its value. Of several such keys, the smallest tuple takes
+    precedence.
+    """
 
     depth: int
     is_part: bool
@@ -98,9 +100,9 @@ class _Named(NamedTuple):
 
 
 def end_token(states: Sequence[Any], vocabularies: Sequence[Any] = ()) -> int | None:
-    """Return the id of the end token in JSON values, or None if they contain no end token.
+    """Return the id of the end-of-text token that the given JSON values define, or None if they define none.
 
-    `vocabularies` are additional JSON values, in which the ids of token texts are looked up.
+    `vocabularies` contains additional JSON values that map tokens to ids.
 
     >>> from chatmill.store.end_token import end_token
     >>> end_token([{"eos_token": "</s>", "special_tokens": {"<s>": 1, "</s>": 2}}])
@@ -126,7 +128,7 @@ def end_token(states: Sequence[Any], vocabularies: Sequence[Any] = ()) -> int | 
 
 
 def names_tokens(state: Any) -> bool:
-    """Whether a JSON value is a tokenizer state: an object that names an end token or has a vocabulary."""
+    """Whether a JSON value describes a tokenizer: an object that defines an end token or contains a vocabulary."""
     if not isinstance(state, dict):
         return False
     return end_token([state]) is not None or any(_compact(name) in VOCABULARIES | {"tokenkind"} for name in state)
@@ -141,7 +143,9 @@ def _compact(name: str) -> str:
 
 
 def _place(name: str) -> tuple[bool, int] | None:
-    """Find an end-token name in `name`; return whether words precede it, and its rank, or None if nothing matches."""
+    """If `name` ends with a name from `END_NAMES`, return whether other words precede that name, and its index in
+    `END_NAMES`; otherwise, return None.
+    """
     if name.strip() == "</s>":
         return False, END_NAMES.index("eos")
     every = _words(name)
@@ -160,12 +164,14 @@ def _place(name: str) -> tuple[bool, int] | None:
 
 
 def _rank(text: str) -> tuple[bool, int] | None:
-    """Return the precedence of a special token among the known end tokens; None if it is not an end token."""
+    """Return the precedence of a special token, such as `<|endoftext|>`, among end tokens; None if it is not an end
+    token.
+    """
     return _place(text) if IN_BRACKETS.fullmatch(text) else None
 
 
 def _named(node: Any, *, in_brackets: bool, depth: int = 0) -> Iterator[_Named]:
-    """Yield the entries of a tokenizer state that are named like an end token."""
+    """Yield the keys in a JSON value that are names of end tokens, with their values."""
     if not isinstance(node, dict) or depth > DEEPEST:
         return
     for name, value in node.items():
@@ -179,7 +185,9 @@ def _named(node: Any, *, in_brackets: bool, depth: int = 0) -> Iterator[_Named]:
 
 
 def _id_of(name: str, value: Any, tables: Sequence[Any]) -> int | None:
-    """Return the token id for a value: an id, a text, a Hugging Face token object, or a list of these."""
+    """Return the token id for a JSON value, which can be an id, a token, a Hugging Face token object, or a list of
+    these.
+    """
     if isinstance(value, list):
         value = value[0]
     if isinstance(value, dict):
@@ -194,7 +202,9 @@ def _id_of(name: str, value: Any, tables: Sequence[Any]) -> int | None:
 
 
 def _look_up(text: str, node: Any, key: str = "vocab", depth: int = 0) -> int | None:
-    """Look up the id of a text in nested objects that map texts to ids or ids to texts, or in a list of tokens."""
+    """Return the id of a token in a JSON value: nested objects that map tokens to ids or ids to tokens, or a list of
+    tokens.
+    """
     if depth > DEEPEST:
         return None
     if isinstance(node, dict):
@@ -216,7 +226,7 @@ def _look_up(text: str, node: Any, key: str = "vocab", depth: int = 0) -> int | 
 
 
 def _texts(node: Any, depth: int = 0) -> Iterator[tuple[str, int]]:
-    """Yield the token texts in a JSON value, with their ids."""
+    """Yield all tokens in a JSON value, with their ids."""
     if depth > DEEPEST:
         return
     if isinstance(node, list):
@@ -241,7 +251,7 @@ def _content(value: Any) -> str | None:
 
 
 def _encodings(node: Any, depth: int = 0) -> Iterator[str]:
-    """Yield the tiktoken encodings that a tokenizer state names."""
+    """Yield the names of tiktoken encodings in a JSON value that describes a tokenizer."""
     if isinstance(node, dict) and depth <= DEEPEST:
         for name, value in node.items():
             if isinstance(value, str) and _compact(name) in ENCODING_NAMES:

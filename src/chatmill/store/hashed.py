@@ -1,8 +1,8 @@
-"""Files with a known size and hash, and JSON files that contain their own sha256.
+"""Files whose size and sha256 are recorded in metadata, and JSON files that contain the sha256 of their own content.
 
 Binary files are written with `HashedFile` and checked with a `Manifest`. `dataset_metadata.json` and the `meta.json` of
-a cache contain their own hash, and are accepted only if no byte has changed. An invalid value raises a `DataError` that
-names its key.
+a cache contain a hash of their own content, so a change to any byte is detected. A `DataError` about an invalid value
+in these files names the key of the value.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class HashedFile:
 class Manifest:
     """The files of a dataset or cache, with the size and hash of each file as recorded in the metadata.
 
-    Each fault is one line and mentions `source` ("the metadata", "meta.json") and `kind` ("dataset", "cache").
+    The methods yield one-line error messages, which mention `source` ("the metadata" or "meta.json") and `kind`
+    ("dataset" or "cache").
     """
 
     files: Sequence[tuple[Path, FileInfo]]
@@ -67,7 +68,7 @@ class Manifest:
     kind: str
 
     def size_faults(self, folder: OpenFolder) -> Iterator[str]:
-        """Yield faults for files that are missing or have the wrong size."""
+        """Yield an error message for each file that is missing or has the wrong size."""
         for path, info in self.files:
             status = folder.status(path)
             if status is None:
@@ -81,7 +82,7 @@ class Manifest:
                 )
 
     def hash_faults(self, folder: OpenFolder) -> Iterator[str]:
-        """Yield a fault for each file with the wrong hash. This reads all bytes of all files."""
+        """Yield an error message for each file with the wrong hash. This method reads all files completely."""
         for path, info in self.files:
             if folder.is_file(path):
                 with os.fdopen(folder.open(path), "rb") as file:
@@ -91,7 +92,7 @@ class Manifest:
                     yield f"{path}: sha256 is {sha256[:12]}…, {recorded}; the file was changed"
 
     def unlisted_faults(self, folder: OpenFolder, splits: Iterable[str]) -> Iterator[str]:
-        """Yield faults for unlisted files in the given split folders and in the folders of listed files."""
+        """Yield an error message for each file in the folders of splits and shards that the metadata does not list."""
         listed = {path for path, _ in self.files}
         places = {*(folder.path / name for name in splits), *(path.parent for path in listed)} - {folder.path}
         for path in sorted(place / name for place in places for name in folder.names(place)):
@@ -104,23 +105,23 @@ def _canonical(value: Any) -> str:
 
 
 def json_text(value: Mapping[str, Any]) -> bytes:
-    """Return JSON with one line per key, in canonical order."""
+    """Format an object as JSON with one line per top-level key, sorted by key."""
     lines = [f"{json.dumps(key)}: {_canonical(value[key])}" for key in sorted(value)]
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
 def self_hash(data: Mapping[str, Any]) -> str:
-    """Return the hash of the object without its `sha256` key."""
+    """Return the sha256 of a JSON object in canonical form; the object must not contain the key `sha256`."""
     return hashlib.sha256(_canonical(data).encode()).hexdigest()
 
 
 def hashed_text(data: Mapping[str, Any]) -> bytes:
-    """Return a JSON object as text, with its own hash under `sha256`."""
+    """Format an object as JSON, with its hash added under the key `sha256`."""
     return json_text({**data, "sha256": self_hash(data)})
 
 
 def read_hashed(path: Path, kind: str, read: Callable[[Path], bytes]) -> bytes:
-    """Read the JSON file that marks a dataset or cache (`kind`) as complete."""
+    """Read the metadata file of a dataset or cache, which exists only if the dataset or cache is complete."""
     try:
         return read(path)
     except FileNotFoundError:
@@ -130,7 +131,7 @@ def read_hashed(path: Path, kind: str, read: Callable[[Path], bytes]) -> bytes:
 
 
 def parse_hashed(raw: bytes, *, place: str, schema: str, version: int) -> dict[str, Any]:
-    """Parse a JSON file and check its schema and version; the caller must verify the hash."""
+    """Parse a metadata file and check its schema and version. The caller must verify the hash."""
     try:
         data = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -143,7 +144,9 @@ def parse_hashed(raw: bytes, *, place: str, schema: str, version: int) -> dict[s
 
 
 class JsonObject:
-    """A JSON object at the path `key` of the file `place`; values are checked when they are read."""
+    """The JSON object under the key path `key` in the file `place`. The methods check the type of a value when they
+    read it.
+    """
 
     def __init__(self, value: Any, place: str, key: str = "") -> None:
         self._place, self._key = place, key
@@ -156,7 +159,9 @@ class JsonObject:
         return DataError(f"{self._place}: {key} is {one_line(json.dumps(value))}; expected {expected}")
 
     def check(self, name: str, right: bool, expected: str) -> Any:
-        """Return the value under `name`; raise `DataError` if `right` is false."""
+        """Return the value of the key `name`. Raise `DataError` if `right`, the result of the caller's check, is
+        false.
+        """
         value = self.value.get(name)
         if not right:
             raise self.fault(name, value, expected)

@@ -1,6 +1,7 @@
-"""`dataset_metadata.json`: how a dataset was made, its counts, and the size and hash of every file.
+"""Read and write `dataset_metadata.json`, which records how a dataset was built, its counts, and the size and hash of
+every file.
 
-A changed or inconsistent metadata file raises `DataError`; see `hashed`.
+Reading raises `DataError` if the file was changed or is inconsistent; see the module `hashed`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class SplitInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """The metadata of a dataset; `write_metadata` sets `tokenizer_state`."""
+    """The metadata of a dataset. `write_metadata` sets the field `tokenizer_state`."""
 
     vocab_size: int
     format: Any
@@ -92,8 +93,8 @@ class Metadata:
 def write_metadata(folder: Path, metadata: Metadata, *, tokenizer_state: Any) -> Metadata:
     """Complete a dataset: write `tokenizer_state.json` and, as the last file, `dataset_metadata.json`.
 
-    `tokenizer_state`, and the `format` and `config` of the metadata, can be any JSON values. Return the metadata as a
-    reader would load it.
+    `tokenizer_state`, and the `format` and `config` of the metadata, can be any JSON values. Return the metadata as
+    read back from the written JSON.
     """
     state = (json.dumps(tokenizer_state, sort_keys=True, indent=1) + "\n").encode()
     metadata = replace(metadata, tokenizer_state=FileInfo(len(state), hashlib.sha256(state).hexdigest()))
@@ -115,9 +116,9 @@ def read_metadata(folder: Path, read: Callable[[Path], bytes] = Path.read_bytes)
 
 
 def is_chatmill_metadata(raw: bytes) -> bool:
-    """Return whether `write_metadata` wrote this metadata, even if it has been damaged since then.
+    """Return whether `write_metadata` wrote this metadata, which may have been damaged since then.
 
-    Check the schema and two other keys, so that metadata with one flipped bit is still recognized as chatmill's.
+    Also return True for invalid JSON, and for a wrong schema if two other keys of chatmill's metadata exist.
     """
     try:
         value = json.loads(raw)
@@ -230,7 +231,7 @@ def _file(data: JsonObject) -> FileInfo:
 
 
 def manifest(folder: Path, metadata: Metadata) -> Manifest:
-    """Return every file of a dataset with the size and hash that the metadata records."""
+    """Return a manifest of all files of a dataset, with their sizes and hashes from the metadata."""
     return Manifest([(folder / name, info) for name, info in listed_files(metadata)], "the metadata", "dataset")
 
 

@@ -1,8 +1,9 @@
 """Publish a finished build to an object store, where objects cannot be renamed.
 
-Every file is uploaded under its hash. The metadata is uploaded last, and only if the URL has no metadata or the same
-metadata as when the build started. Until the metadata is uploaded, readers see the old dataset, or no dataset.
-Publishing removes no objects, so that readers of the old dataset can continue; see `clean`.
+Every file is uploaded to an object that is named after the hash of the file. The metadata is uploaded last, and only if
+nobody has published another dataset at the URL since the build started. Until then, readers see the previous dataset,
+or no dataset. Objects of the previous dataset are not removed, so that its readers can continue; `chatmill clean`
+removes them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ OWN_NAMES = (OBJECTS, STAGING, METADATA, TOKENIZER_STATE, REMOVED, *SPLITS)
 
 @dataclass(frozen=True)
 class RemoteTarget:
-    """A URL at which a dataset will be published, and the metadata at the URL before the build."""
+    """The URL at which a dataset will be published, and information about the dataset that it replaces."""
 
     url: Url
     version: str | None
@@ -53,7 +54,9 @@ class RemoteTarget:
 
 
 def check_remote_target(url: Url, *, overwrite: bool) -> RemoteTarget:
-    """Raise an error if no dataset can be published at a URL; call this before doing any work."""
+    """Check that a dataset can be published at a URL, and raise an error otherwise. Call this function before building
+    the dataset.
+    """
     objects.check_writable(url)
     if not url.address.partition("://")[2].partition("/")[2].strip("/"):
         raise UsageError(f"{url}: has no name; use {url.scheme}://BUCKET/NAME")
@@ -76,7 +79,9 @@ def check_remote_target(url: Url, *, overwrite: bool) -> RemoteTarget:
 
 
 def _check_others(url: Url) -> None:
-    """If the store permits listing, raise `DataError` for objects at the URL that chatmill did not write."""
+    """Raise `DataError` if there are objects below the URL that chatmill did not write; skip the check if the store
+    does not permit listing.
+    """
     try:
         others = [name for name in objects.first_below(url) if name not in OWN_NAMES]
     except RemoteError:
@@ -86,7 +91,7 @@ def _check_others(url: Url) -> None:
 
 
 class Uploads:
-    """Uploads files of a dataset in threads while it is built; leaving the `with` block waits for the uploads."""
+    """Uploads the files of a dataset in background threads while the dataset is built."""
 
     def __init__(self, target: RemoteTarget) -> None:
         self._target = target
@@ -101,7 +106,9 @@ class Uploads:
             self._pool.shutdown(cancel_futures=True)
 
     def add(self, path: Path, info: FileInfo) -> None:
-        """Upload a file, unless its object exists; raise the error of an earlier upload that failed."""
+        """Start to upload a file, unless it has already been added; raise the error of an earlier upload that
+        failed.
+        """
         for sha256 in [sha256 for sha256, running in self._running.items() if running.done()]:
             self._running[sha256].result()
         if info.sha256 not in self._running:
@@ -114,20 +121,22 @@ class Uploads:
             self.add(folder / name, file)
 
     def skip(self, infos: Iterable[FileInfo]) -> None:
-        """Skip the given files when uploading, because other processes have already uploaded them."""
+        """Do not upload the given files, because other processes have already uploaded them."""
         for info in infos:
             done: Future[None] = Future()
             done.set_result(None)
             self._running.setdefault(info.sha256, done)
 
     def wait(self) -> None:
-        """Wait until all files are uploaded, or raise the first failure."""
+        """Wait until all uploads are complete; raise the first error."""
         for running in self._running.values():
             running.result()
 
 
 def upload_object(target: RemoteTarget, path: Path, info: FileInfo) -> None:
-    """Upload a file under its hash, unless the object exists and is either recent or listed in the metadata."""
+    """Upload a file to the object named after its hash. Skip the upload if the object exists and is either recent or
+    part of the dataset to replace.
+    """
     url = object_url(target.url, info.sha256)
     there = objects.find(url)
     if there is not None and there.size == info.size:
@@ -138,7 +147,9 @@ def upload_object(target: RemoteTarget, path: Path, info: FileInfo) -> None:
 
 
 def publish_remote(folder: Path, target: RemoteTarget, uploads: Uploads) -> None:
-    """Upload the remaining files of the dataset in a folder, then upload its metadata and remove the folder."""
+    """Upload the files of the dataset in `folder` that are not uploaded yet, then upload its metadata and remove
+    `folder`.
+    """
     text = (folder / METADATA).read_bytes()
     metadata = parse_metadata(text, place=str(folder / METADATA))
     for name, info in listed_files(metadata):
@@ -150,7 +161,9 @@ def publish_remote(folder: Path, target: RemoteTarget, uploads: Uploads) -> None
 
 
 def publish_metadata(target: RemoteTarget, text: bytes) -> None:
-    """Make an uploaded dataset visible; raise `DataError` if another dataset was published in the meantime."""
+    """Upload the metadata, which makes a dataset visible to readers. Raise `DataError` if another dataset was published
+    at the URL in the meantime.
+    """
     try:
         objects.write(target.url / METADATA, text, new=target.version is None, replaces=target.version)
     except ExistingObjectError:
@@ -162,7 +175,9 @@ def publish_metadata(target: RemoteTarget, text: bytes) -> None:
 
 
 def scratch_folder(url: Url) -> Path:
-    """Return the local folder in which to build a dataset for a URL: private to this user, and reused by --resume."""
+    """Return the local folder in which a dataset for a URL is built. The folder is private to the user, and `--resume`
+    uses the same folder.
+    """
     folder = Path(tempfile.gettempdir()) / f"chatmill-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
@@ -173,7 +188,7 @@ def scratch_folder(url: Url) -> Path:
 
 @contextmanager
 def building_remote(url: Url, doing: str, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a local folder to build in, and publish it at a URL when the `with` block ends."""
+    """Yield a local folder in which to build a dataset; when the `with` block ends, publish the dataset at a URL."""
     target, local = check_remote_target(url, overwrite=overwrite), scratch_folder(url)
     with building_aside(local, doing) as staging, Uploads(target) as uploads:
         yield staging

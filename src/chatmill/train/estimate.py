@@ -1,4 +1,4 @@
-"""Estimate the memory that a run needs on each GPU, or on the host, before it starts.
+"""Estimate how much GPU memory, or host memory on a CPU, a training run needs on each rank, before the run starts.
 
     weights, gradients, optimizer    exact: counted from the shapes of all weights and of the optimizer's state
     activations                      counted from a forward pass without memory (activations.py)
@@ -51,17 +51,17 @@ ACTIVATIONS, WORKSPACE, GATHERED, CONTEXT = "activations", "workspace", "gathere
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """Memory use of one part of a run, such as gradients, in bytes."""
+    """Memory use of one category, such as gradients or activations, in bytes."""
 
     size: float
-    """Maximum bytes of this part during a training step."""
+    """Maximum number of bytes in this category during a training step."""
     at_peak: float
-    """Bytes of this part at the point where the total memory use peaks."""
+    """Number of bytes in this category at the point where the total memory use peaks."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory that a run needs, in bytes per GPU or rank."""
+    """Estimated memory use of a training run, in bytes per rank."""
 
     parts: dict[str, MemoryPart]
     peak: str
@@ -82,12 +82,12 @@ class Estimate:
 
     @property
     def tensors(self) -> float:
-        """Total bytes at the peak, excluding CUDA memory that torch does not count."""
+        """Number of bytes at the peak, without CUDA memory that torch does not count."""
         return self.total - (self.parts[CONTEXT].at_peak if CONTEXT in self.parts else 0.0)
 
     @property
     def state(self) -> float:
-        """Bytes of weights, gradients and optimizer state, which are known exactly."""
+        """Number of bytes of weights, gradients and optimizer state, which are computed exactly."""
         return sum(self.parts[name].size for name in (WEIGHTS, GRADIENTS, OPTIMIZER))
 
     def to_json(self) -> dict[str, Any]:
@@ -118,7 +118,9 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Counted:
-    """The byte counts of a model for one row, cached so that variants of a run can be compared quickly."""
+    """The memory use of a model for a micro-batch of one row, cached so that similar configs can be compared
+    quickly.
+    """
 
     weights: tuple[WeightShape, ...]
     state: dict[str, tuple[int, int]]
@@ -145,7 +147,7 @@ class _Counted:
 
 @dataclass
 class Estimator:
-    """Estimates the memory of runs, either on GPUs or on CPUs, and caches the byte counts of models."""
+    """Estimates the memory use of training runs on GPUs or CPUs. The byte counts of each model are cached."""
 
     on_gpu: bool
     vocab_size: int | None = None
@@ -153,7 +155,9 @@ class Estimator:
     _counted: dict[tuple[Any, ...], _Counted] = field(default_factory=dict)
 
     def __call__(self, config: TrainConfig, *, ranks: int = 1) -> Estimate:
-        """Estimate a run's memory per rank; raise `UsageError` if the ranks cannot have the same number of rows."""
+        """Estimate the memory use of a run on each rank. Raise `UsageError` if `batch_size` cannot be divided equally
+        among ranks and micro-batches.
+        """
         per_step = ranks * config.gradient_accumulation_steps
         if config.batch_size % per_step:
             raise UsageError(
@@ -199,8 +203,8 @@ def _count(
 def _kept_by_layers(
     shape: ModelShape, length: int, size: int, *, on_gpu: bool, compiled: bool, recompute: bool
 ) -> tuple[tuple[_Layer, ...], float, str | None]:
-    """Return the bytes that each layer keeps for one row, and the bytes kept outside layers. If the byte counts are
-    approximate, also return the reason.
+    """Return the activation bytes for one row that each layer keeps for the backward pass, and those kept outside the
+    layers. If the numbers are approximate, also return the reason.
 
     `recompute` has the same meaning as in `CausalModel.compile_blocks`.
     """
@@ -235,7 +239,9 @@ def _kept_by_layers(
 
 
 def _approximate(shape: ModelShape, config: TrainConfig, size: int, why: str) -> _Counted:
-    """Estimate memory from weight shapes, assuming that the output head is the largest matrix outside the layers."""
+    """Approximate the byte counts from the shapes of the weights. The largest matrix outside the layers is assumed to
+    be the output head.
+    """
     outside = [each for each in shape.weights if each.layer is None and len(each.shape) == 2]
     head = max(outside, key=lambda each: each.size, default=WeightShape("", (1, 1), 4, False, None))
     each_value = OPTIMIZER_BYTES[config.optimizer].state
@@ -245,7 +251,9 @@ def _approximate(shape: ModelShape, config: TrainConfig, size: int, why: str) ->
 
 
 def _by_matrices(weights: Sequence[WeightShape], length: int, size: int) -> tuple[_Layer, ...]:
-    """Approximate the activations that each layer keeps by the inputs and outputs of all its matrices."""
+    """Approximate the activations that a layer keeps for the backward pass by the inputs and outputs of all its weight
+    matrices.
+    """
     widths: dict[int, int] = {}
     inputs: dict[int, int] = {}
     for each in weights:
@@ -260,8 +268,8 @@ def _by_matrices(weights: Sequence[WeightShape], length: int, size: int) -> tupl
 
 
 def _state_bytes(shape: ModelShape, config: TrainConfig) -> dict[str, tuple[int, int]]:
-    """Return the bytes of optimizer state for each trained weight, in tensors and in scalars, as the real optimizer
-    creates it on fake tensors.
+    """Return the bytes of optimizer state for each trained weight: bytes in tensors, and bytes in scalars. The state is
+    created by the real optimizer on fake tensors.
     """
     from chatmill.train.activations import few_fake_layers
 
@@ -291,7 +299,7 @@ def _peak(
     on_gpu: bool,
     compiled: bool,
 ) -> Estimate:
-    """Find the point in a step at which memory use is highest, and return the estimate for that point."""
+    """Find the point in a training step at which memory use is highest, and return the estimate for that point."""
     rows = config.batch_size // ranks // config.gradient_accumulation_steps
     tokens, size = rows * config.block_size, 4 if compute is None else compute.itemsize
     sharded = config.parallel == "fsdp" and ranks > 1
@@ -379,7 +387,9 @@ def _peak(
 
 
 def _loss(counted: _Counted, tokens: int, size: int, *, on_gpu: bool) -> float:
-    """Return the bytes that the head and the cross entropy of a chunk need if the loss mask includes all tokens."""
+    """Return the bytes that the output head and the cross-entropy loss need for one chunk of tokens, if all tokens are
+    trained.
+    """
     positions = -(-tokens // MULTIPLE) * MULTIPLE
     limit = GPU_LOGIT_BYTES if on_gpu else LOGIT_BYTES
     chunk = min(positions, max(1, limit // (size * counted.vocab_size * MULTIPLE)) * MULTIPLE)
@@ -393,7 +403,9 @@ def _loss(counted: _Counted, tokens: int, size: int, *, on_gpu: bool) -> float:
 
 
 def _optimizer_workspace(config: TrainConfig, trained: Sequence[WeightShape], *, on_gpu: bool) -> float:
-    """Return the bytes of temporary tensors that an optimizer step needs for the largest weight."""
+    """Return the number of bytes of the temporary tensors in an optimizer step, which are largest for the largest
+    weight.
+    """
     largest = max((each.size for each in trained), default=0)
     matrix = max((each.size for each in trained if each.layer is not None and len(each.shape) == 2), default=0)
     match config.optimizer:
@@ -409,8 +421,8 @@ def _optimizer_workspace(config: TrainConfig, trained: Sequence[WeightShape], *,
 
 
 def _gathered(weights: Sequence[WeightShape], size: int | None) -> float:
-    """Return the bytes that FSDP needs for gathered weights and unreduced gradients. FSDP gathers all weights that are
-    not in layers, and the weights of two layers in compute precision.
+    """Return the number of bytes that FSDP needs for gathered weights and unreduced gradients. FSDP gathers all weights
+    outside the layers, and the weights of two layers at a time in the compute dtype.
     """
     layers: dict[int, float] = {}
     for each in weights:

@@ -1,4 +1,4 @@
-"""The first batch of a run: its share of trained tokens, and a few of its answers as text."""
+"""Print what a run trains on in its first batch: the percentage of trained tokens, and a few answers as text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SMALL_SHARE = 0.01
 
 
 class TrainedSpan(NamedTuple):
-    """Consecutive trained positions of one conversation: an answer or, without a loss mask, the whole conversation."""
+    """Consecutive trained positions in one conversation: an answer or, without a loss mask, the whole conversation."""
 
     row: int
     start: int
@@ -49,7 +49,7 @@ class TrainedSpan(NamedTuple):
 
 
 def trained_spans(batch: Batch) -> list[TrainedSpan]:
-    """Return the trained spans of a batch, in order.
+    """Return the trained spans of a batch, ordered by row and position.
 
     y         - - a b - c d        spans  2-4  5-6  6-7
     segments  0 0 0 0 0 0 1
@@ -106,11 +106,11 @@ def show_first_batch(
     run_dir: RunDir,
     text: Callable[[], TokenText | None],
 ) -> float:
-    """Print and save the counts and some trained answers of the first batch; return the time taken in seconds. All
+    """Print and save the token counts and some trained answers of the first batch; return the elapsed seconds. All
     ranks must call this function.
 
-    `batch` contains the rows of this rank, and `counts` are totals over all ranks. `text` opens the tokenizer; only
-    rank 0 calls it. A resumed run does not print answers.
+    `batch` contains the rows of this rank; `counts` contains totals over all ranks. Rank 0 calls `text` to open the
+    tokenizer. A resumed run does not print answers.
     """
     began, is_new = time.perf_counter(), state.step == state.stage.start
     first = describe(batch, counts, state.loader, state.world, step=state.step + 1, text=text if is_new else None)
@@ -134,7 +134,9 @@ def describe(
     step: int,
     text: Callable[[], TokenText | None] | None,
 ) -> FirstBatch:
-    """Return counts and warnings for a batch, and answers if `text` is given; all ranks must call this function."""
+    """Return the counts and warnings for a batch, and some answers if `text` is given. All ranks must call this
+    function.
+    """
     spans = trained_spans(batch)
     rows = int((np.asarray(batch.episode_ids)[:, 0] >= 0).sum())
     sums = [int(total) for total in world.sums([rows, *_endings(spans, batch, closing_ids(loader.sources))])]
@@ -151,7 +153,7 @@ def describe(
 
 
 class Endings(NamedTuple):
-    """Counts of the trained spans: all spans, spans with an end token, and truncated spans."""
+    """Number of trained spans in total, with an end token, and truncated."""
 
     spans: int
     ended: int
@@ -169,7 +171,7 @@ def _endings(spans: Sequence[TrainedSpan], batch: Batch, ends: set[int]) -> Endi
 
 
 def closing_ids(sources: Sequence[DataSource]) -> set[int]:
-    """Return the tokens that can end an answer: the end tokens and the control tokens of all sources."""
+    """Return the ids of all tokens that can end an answer: the end tokens and the special tokens of all sources."""
     ids = set(end_ids(sources))
     for source in sources:
         meta = source.dataset.meta if isinstance(source.dataset, PrimerCache) else source.dataset.metadata
@@ -210,14 +212,16 @@ def _shown(batch: Batch, span: TrainedSpan, loader: EpisodeLoader, text: TokenTe
 
 
 def _shortened(ids: list[int], text: TokenText, *, start: int, end: int) -> str:
-    """Decode tokens; a long text is shortened to its first `start` and last `end` characters, at token boundaries."""
+    """Decode tokens. Of a long text, return only the first tokens, with up to `start` characters, and the last tokens,
+    with up to `end` characters.
+    """
     if len(ids) <= TOKENS_PER_CHARACTER * (start + end) and len(text(ids)) <= start + end:
         return text(ids)
     return text(_fitting(ids, text, start)) + "…" + text(_fitting(ids[::-1], text, end)[::-1])
 
 
 def _fitting(ids: list[int], text: TokenText, limit: int) -> list[int]:
-    """Return the longest prefix of the tokens whose text has at most `limit` characters."""
+    """Return the longest prefix of the token ids that decodes to at most `limit` characters."""
     counts = range(1, min(len(ids), TOKENS_PER_CHARACTER * limit) + 1)
     return ids[: bisect_right(counts, limit, key=lambda count: len(text(ids[:count])))]
 

@@ -32,7 +32,7 @@ READS_BASE = ("modules_to_save", "trainable_token_indices", "use_dora")
 
 
 class TensorSource(NamedTuple):
-    """Tensors in the weight files from which transformers computes one or more tensors of a model."""
+    """One or more tensors in the weight files, and the model tensors that transformers computes from them."""
 
     names: tuple[str, ...]
     """Tensor names in the files."""
@@ -44,7 +44,9 @@ class TensorSource(NamedTuple):
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A transformers model with parameters on the meta device, and the sources of their values."""
+    """A transformers model with parameters on the meta device, and the tensors in the weight files that contain their
+    values.
+    """
 
     lm: Any
     files: ModelFiles
@@ -54,7 +56,7 @@ class MetaModel:
     """The dtype in which each parameter is loaded; `HFModel` may later convert the parameter to float32."""
 
     def values(self) -> Iterator[tuple[Tensor, Rows]]:
-        """Yield each parameter with its values; tied weights are read only once."""
+        """Yield each parameter with its values from the weight files; a tied weight is yielded only once."""
         read: set[int] = set()
         with open_weights(self.files) as rows:
             for source in self.sources:
@@ -70,7 +72,7 @@ class MetaModel:
 
 
 class CastRows(NamedTuple):
-    """A tensor in a file. The rows of the tensor are cast when they are read."""
+    """A tensor in a weight file whose rows are cast to `dtype` when they are read."""
 
     rows: Rows
     dtype: torch.dtype
@@ -87,8 +89,8 @@ def _rows(source: TensorSource, target: str, rows: Callable[[str], Rows], dtype:
 
 
 def open_hf(folder: Path, *, compute: torch.dtype | None, weights: WeightPrecision, share: int) -> OpenedModel:
-    """Open a Hugging Face model on the meta device. Check that the weights of the model, divided equally among `share`
-    ranks, fit into memory.
+    """Open a Hugging Face model on the meta device. Raise an error if the weights, divided equally among `share` ranks,
+    do not fit into memory.
     """
     meta = _load_on_meta(folder, weights, share=share)
     # `separates` is set later, when the architecture is tested.
@@ -99,7 +101,7 @@ def open_hf(folder: Path, *, compute: torch.dtype | None, weights: WeightPrecisi
 
 
 def open_adapters(folder: Path, *, compute: torch.dtype | None, share: int) -> OpenedModel:
-    """Open adapters with their base model. The adapters are in host memory, the base model on the meta device."""
+    """Open adapters with their base model. The adapters are in host memory; the base model is on the meta device."""
     config = read_config(folder / ADAPTER_CONFIG)
     if keys := [key for key in READS_BASE if config.get(key)] or ["bias"] * (config.get("bias", "none") != "none"):
         raise NotShardableError(f"{ADAPTER_CONFIG} has {keys[0]}")
@@ -148,7 +150,9 @@ def adapters_on_cpu() -> Iterator[None]:
 
 
 def _load_on_meta(folder: Path, weights: WeightPrecision, *, share: int) -> MetaModel:
-    """Load a model like `load_lm`, but with parameters on the meta device; errors from transformers are not caught."""
+    """Load a model like `load_lm`, but with parameters on the meta device and without catching errors from
+    transformers.
+    """
     files = read_model_files(folder)
     check_sizes(files)
     auto_config, auto_model = auto_classes(folder)
@@ -178,8 +182,8 @@ def _load_on_meta(folder: Path, weights: WeightPrecision, *, share: int) -> Meta
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Move parameters to the meta device as they are registered. Buffers are computed, because they depend only on the
-    config.
+    """Move parameters to the meta device as they are registered. Buffers stay on their device, because their values are
+    computed from the config.
     """
     register = nn.Module.register_parameter
 
@@ -196,7 +200,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _sources(lm: Any, files: ModelFiles) -> Iterator[TensorSource]:
-    """Find the file tensors for each model tensor, with the rules of transformers'
+    """Yield the tensors in the weight files for each model tensor, following transformers'
     `convert_and_load_state_dict_in_model`.
     """
     try:
@@ -297,7 +301,7 @@ def _dtypes(lm: Any, dtypes: WeightDtypes) -> Callable[[str, torch.dtype], torch
 
 
 def _read_buffers(meta: MetaModel, dtype_of: Callable[[str, torch.dtype], torch.dtype]) -> None:
-    """Read the buffers from the files; buffers are small and are not sharded."""
+    """Read the model's buffers from the weight files. Buffers are small, so they are not sharded."""
     state = meta.lm.state_dict(keep_vars=True)
     with open_weights(meta.files) as rows:
         for source in meta.sources:
@@ -316,9 +320,7 @@ def _read_buffers(meta: MetaModel, dtype_of: Callable[[str, torch.dtype], torch.
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Turn off oneDNN, which caches copies of weights. `torch.backends.mkldnn.flags` is not used, because it prints a
-    warning.
-    """
+    """Disable oneDNN, which caches copies of weights. `torch.backends.mkldnn.flags` would print a warning."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -328,10 +330,10 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _test(folder: Path, weights: WeightPrecision, compute: torch.dtype | None, share: int) -> bool:
-    """Test whether the architecture separates packed conversations.
+    """Run the model to test whether it processes the conversations of a packed row independently.
 
-    Unlike `HFModel`, this function does not load the whole model: it reads the weights layer by layer. The weights keep
-    the dtype of the files if casting would not change the result.
+    Unlike `HFModel`, this function does not load the whole model: it reads the weights layer by layer. If `weights` is
+    "float32", the weights keep the dtype of the files, because casting them would not change the result.
     """
     meta = _load_on_meta(folder, "stored" if weights == "float32" else weights, share=share)
     with open_weights(meta.files) as rows:

@@ -1,6 +1,6 @@
 """LoRA adapters for Hugging Face models, using peft.
 
-The base model keeps its stored precision; adapters are float32.
+The base model keeps the dtype of its weight files; adapters are trained in float32.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class LoraModel(HFModel):
 
     @classmethod
     def on(cls, base: HFModel, sizes: LoraSizes) -> LoraModel:
-        """Add new adapters to a model and freeze its own weights; new adapters do not change the model's output."""
+        """Add new adapters to a model and freeze the weights of the model. Untrained adapters do not change the
+        output.
+        """
         peft = _peft(str(base.source))
         targets = sizes.targets if isinstance(sizes.targets, str) else list(sizes.targets)
         head = next(name for name, module in base.lm.named_modules() if module is base.lm.get_output_embeddings())
@@ -89,10 +91,10 @@ class LoraModel(HFModel):
         weights: WeightPrecision = "float32",
         base_model: Path | None = None,
     ) -> LoraModel:
-        """Load adapters written by `save`, and their base model from `base_model` or from the recorded folder.
+        """Load adapters written by `save` with their base model, from `base_model` or the folder in the adapter config.
 
-        `weights` is the precision of the frozen base model; "float32" and "bfloat16" mean the precision it
-        had in training.
+        `weights` is the precision of the frozen base model. "float32" and "bfloat16" are replaced by the precision of
+        the base model when the adapters were trained.
         """
         check_folder(folder)
         adapter_rank(folder, read_config(folder / ADAPTER_CONFIG))
@@ -161,7 +163,9 @@ def _is_on(value: Any) -> bool:
 
 
 def _use_float32(peft_model: Any, folder: Path) -> None:
-    """Load biases, modules_to_save and trained tokens in float32; peft would use the dtype of the base model."""
+    """Load trained biases, `modules_to_save` and trained token embeddings in float32; peft would use the dtype of the
+    base model.
+    """
     from peft import set_peft_model_state_dict
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
@@ -174,8 +178,8 @@ def _use_float32(peft_model: Any, folder: Path) -> None:
 
 
 def _copied_embeddings(folder: Path, tensors: Mapping[str, Any], lm: Any) -> set[str]:
-    """Return the names of adapter tensors that are copies of an embedding. For some targets, peft saves copies of the
-    embedding.
+    """Return the names of adapter tensors that are copies of an embedding of the base model. For some target modules,
+    peft saves these copies with the adapters.
     """
     copied = set()
     for name, module in lm.named_modules():
@@ -198,8 +202,8 @@ def trained_on(folder: Path) -> WeightPrecision:
 
 
 def base_folder(folder: Path, base_model: Path | None = None) -> Path:
-    """Return the folder of the adapters' base model: `base_model`, or the recorded folder. The base model is never
-    downloaded.
+    """Return `base_model` if given, otherwise the folder of the base model from the adapter config. The base model is
+    never downloaded.
     """
     if base_model is not None:
         return base_model

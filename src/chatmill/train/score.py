@@ -1,7 +1,7 @@
-"""Score a model on a dataset: the loss on trained tokens and the generated answers, for each source.
+"""Evaluate a model on a dataset: compute the loss on trained tokens and compare generated answers, for each source.
 
-A prompt consists of the stored token ids before a trained answer. Prompts are not rendered again, so the model gets
-exactly the same prompts as in training.
+A prompt consists of the stored token ids before a trained answer. Prompts are not rendered and tokenized again, so the
+model gets exactly the same token ids as in training.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def eval_prompts(rows: Rows, end_ids: Collection[int], left_out: Counter[str] | 
     segment   <usr> Hi <eot> <asst>   Hello <eot>
               prompt -------------    answer ----
 
-    `left_out` counts the other answers by reason: only partly in the loss mask, unfinished, or without a prompt.
+    `left_out` counts the skipped answers by reason: partly outside the loss mask, without an end token, or without a
+    prompt.
     """
     reasons = left_out if left_out is not None else Counter()
     for segment in range(len(rows.origins)):
@@ -77,9 +78,10 @@ def eval_prompts(rows: Rows, end_ids: Collection[int], left_out: Counter[str] | 
 
 
 def _answers(spans: Table) -> Iterator[tuple[int, int]]:
-    """Yield the span range of each trained answer in a conversation. An answer is an assistant turn without its header.
+    """Yield the index of the first span of each trained answer in a conversation, and the index after its last span. An
+    answer is an assistant turn without its header.
 
-    In data from other programs, which has no roles, every trained span is an answer.
+    Data from other programs does not record roles; in this data, every trained span is an answer.
     """
     trained = np.flatnonzero(spans["weight"] > 0)
     if not len(trained):
@@ -99,7 +101,7 @@ def _answers(spans: Table) -> Iterator[tuple[int, int]]:
 
 
 class RowOrigin(NamedTuple):
-    """The source and location of a conversation."""
+    """The source of a conversation, and its file and line."""
 
     source: str
     place: str
@@ -107,9 +109,9 @@ class RowOrigin(NamedTuple):
 
 
 def origins(rows: Rows, unnamed: str) -> list[RowOrigin | None]:
-    """Return the origin of each conversation; None for padding and for conversations without tokens.
+    """Return the source, file and line of each conversation; None for padding and for conversations without tokens.
 
-    Conversations of unknown origin get the source `unnamed`.
+    The source is `unnamed` for conversations whose file is unknown.
     """
     first, last = rows.first_span[:-1], rows.first_span[1:]
     nothing = first == last
@@ -128,7 +130,7 @@ def origins(rows: Rows, unnamed: str) -> list[RowOrigin | None]:
 
 @dataclass
 class EvalScore:
-    """Counts and loss sums over a set of conversations."""
+    """Evaluation results for a set of conversations: counts, and sums of losses and loss weights."""
 
     conversations: int = 0
     loss_sum: float = 0.0
@@ -166,7 +168,7 @@ class ScoredAnswer:
 
 @dataclass
 class EvalReport:
-    """The score of each source, and the total over all conversations."""
+    """The evaluation results of each source, and the generated answers."""
 
     sources: dict[str, EvalScore] = field(default_factory=dict)
     answers: list[ScoredAnswer] = field(default_factory=list)
@@ -197,11 +199,12 @@ def score_model(
     token_dtype: str | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> EvalReport:
-    """Compute losses and greedy answers on a split.
+    """Evaluate a model on a split of a dataset: compute losses, and generate answers with greedy decoding.
 
-    `limit` is the maximum number of prompts, spread evenly over the split. In a folder of caches, every cache is a
-    source; the report lists the sources without episodes in the split. See `open_dataset` for `token_dtype`. `progress`
-    is called with the number of newly processed conversations or prompts.
+    `limit` is the maximum number of answers to generate; their prompts are spread evenly over the split. If `dataset`
+    is a folder of caches, every cache is a source; `empty_sources` lists the caches that have no episodes in the split.
+    See `open_dataset` for `token_dtype`. `progress` is called after each batch, with the number of conversations or
+    prompts in the batch.
     """
     every = open_all(dataset, token_dtype)
     for fault in unknown_ids(place(dataset), every, model):
@@ -255,7 +258,7 @@ def _check_ids(rows: Rows, source: DataSource, model: CausalModel) -> None:
 
 
 def open_all(dataset: str | Place, token_dtype: str | None = None) -> Sequence[DataSource]:
-    """Open a dataset, a cache, or all caches in a folder, without a config. All caches must have the same tokenizer."""
+    """Open a dataset, a cache, or all caches in a folder. All caches must have the same tokenizer."""
     folder = place(dataset)
     inside = [path.name for path in folder.glob("[!.]*") if _is_source(path)] if isinstance(folder, Path) else []
     mix = dict.fromkeys(inside, 1.0) if inside and not _is_source(folder) else None
@@ -267,12 +270,12 @@ def _is_source(folder: Place) -> bool:
 
 
 def end_ids(sources: Sequence[DataSource]) -> list[int]:
-    """Return the end-of-turn tokens of all sources that define one."""
+    """Return the ids of the end-of-turn tokens of all sources; sources without an end-of-turn token are ignored."""
     return sorted({source.eot for source in sources if source.eot is not None})
 
 
 def check_tokenizer(model: str | Place, source: DataSource) -> None:
-    """Raise `DataError` if the data was not prepared with the model's tokenizer."""
+    """Raise `DataError` if the model was trained with a different tokenizer than the one used to prepare the data."""
     theirs, mine = trained_with(model_folder(model)).get("tokenizer_sha256"), source.tokenizer_sha256
     if theirs is not None and mine is not None and theirs != mine:
         raise DataError(
@@ -287,7 +290,8 @@ def conversation_losses(
 ) -> NDArray[np.float64]:
     """Return Σ weight · loss and Σ weight for every row, as an array of shape (2, rows).
 
-    Each row is one conversation. If a conversation is too long, only its last tokens are kept.
+    Each row is one conversation. If a conversation has more than `block_size` + 1 tokens, only its last `block_size` +
+    1 tokens are kept.
     """
     kept = truncate(rows, block_size + 1, "tail", ledger=Ledger(), drop_untrained=False, min_tokens=0)
     bins = pack_lengths(kept.lengths, block_size + 1)
@@ -316,7 +320,7 @@ def greedy_answers(
     max_tokens: int,
     progress: Callable[[int], None] = lambda count: None,
 ) -> list[list[int]]:
-    """Generate the answer to each prompt with greedy decoding; prompts of similar length share a batch."""
+    """Generate an answer to each prompt with greedy decoding; each batch contains prompts of similar length."""
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].prompt))
     answers: dict[int, list[int]] = {}
     for start in range(0, len(order), BATCH_PROMPTS):

@@ -23,7 +23,7 @@ HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def opened_dtype(stored: str, weights: WeightPrecision) -> torch.dtype:
-    """Return the dtype in which a weight is loaded, given its safetensors dtype."""
+    """Return the dtype in which a weight is loaded, given its dtype in the safetensors file."""
     if weights == "bfloat16":
         return torch.bfloat16
     return HALF.get(stored, torch.float32) if weights == "stored" else torch.float32
@@ -45,15 +45,16 @@ class WeightDtypes:
         return self.default == torch.float32 and not self.exceptions
 
     def plan(self) -> dict[str, torch.dtype]:
-        """Return the dtypes as a transformers dtype plan, in which * matches every name."""
+        """Return the dtypes as a dtype plan for transformers, which maps patterns for weight names to dtypes."""
         return {**dict(self.exceptions), "*": self.default}
 
 
 def weight_dtypes(files: ModelFiles, model: Mapping[str, torch.dtype], weights: WeightPrecision) -> WeightDtypes:
-    """Return the dtypes in which the weights in a folder are loaded. `model` maps weight names in the model to dtypes.
+    """Return the dtypes in which the weights in a model folder are loaded. `model` maps the names of the model's
+    parameters to dtypes.
 
-    Usually, most weights in a folder share one dtype, and a few have a wider dtype. If a weight with
-    a wider dtype has a different name in the model, all weights are loaded as float32, which loses no precision.
+    Usually, most weights in a folder share one dtype, and a few have a wider dtype. If one of these few weights has a
+    different name in the model, all weights are loaded as float32, which loses no precision.
     """
     if weights == "float32" or files.config.get("quantization_config"):
         return WeightDtypes()
@@ -80,16 +81,16 @@ def weight_dtypes(files: ModelFiles, model: Mapping[str, torch.dtype], weights: 
 
 
 def _pattern(name: str) -> str:
-    """Return a regular expression that matches the name of a weight in any layer."""
+    """Return a regular expression that matches the name of a weight in every layer, whatever the layer index."""
     return "^" + re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) + "$"
 
 
 @contextmanager
 def opened_as(dtypes: WeightDtypes) -> Iterator[None]:
-    """Make transformers load weights in these dtypes, and keep all other tensors of a model in float32.
+    """Make transformers load weights in the given dtypes, and keep all other tensors of a model in float32.
 
-    With the `dtype=` argument, transformers would also round values computed from the config, such as the embedding
-    scale.
+    With the argument `dtype=`, transformers would also round values that it computes from the config, such as the
+    embedding scale.
     """
     from transformers import PreTrainedModel
 
@@ -121,7 +122,9 @@ def saved_state(model: CausalModel) -> dict[str, Tensor]:
 
 
 def cast_state(module: nn.Module, dtype_of: Callable[[str, Tensor], torch.dtype]) -> dict[str, Tensor]:
-    """Return the weights of a module, cast to these dtypes; tied weights stay one tensor and are saved once."""
+    """Return the weights of a module, cast to the dtypes that `dtype_of` returns. Tied weights remain a single
+    tensor.
+    """
     state = module.state_dict(keep_vars=True)
     cast: dict[int, Tensor] = {}
     for name, tensor in state.items():

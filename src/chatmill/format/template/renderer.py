@@ -1,4 +1,6 @@
-"""The renderer for Hugging Face chat templates, which caches traces of renderings and replays them with other texts."""
+"""Render conversations with a Hugging Face chat template. Traces of the template are cached and replayed for other
+conversations.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,7 @@ class TemplateRenderer:
             added = unmarked_tokens(raw) if raw is not None else frozenset()
             text_tokens = learn_text_tokens(self._probe, self.control_tokens, added - folder.marked_special - self.ends)
         self.text_tokens = ControlTokens({token: tokenizer.control_ids[token] for token in sorted(text_tokens)})
-        """The added tokens that may come from message text."""
+        """The added tokens that message text may be encoded to."""
         self.encoder = ControlEncoder(tokenizer, raw, text_tokens=self.text_tokens.ids)
         self._tokenizer = tokenizer
         self._cache = TraceCache()
@@ -131,7 +133,9 @@ class TemplateRenderer:
 
     @cached_property
     def terminator(self) -> str | None:
-        """The control token that ends the answer of a small conversation, or None if no token ends it."""
+        """The control token that ends an answer, found by rendering a small conversation; None if no control token ends
+        it.
+        """
         try:
             derived = self.derive(QUESTION, mask="derived")
         except RecordError:
@@ -212,7 +216,7 @@ class TemplateRenderer:
         return self._encode(batch, [record.laid_out for record in batch], **options)
 
     def _encode_variants(self, batch: Sequence[LaidOutRecord], **options: Any) -> Rows:
-        """Encode the records of each renderer together, and return the rows in the order of the batch."""
+        """Encode records with different `chat_template_kwargs`, and return the rows in the order of the records."""
         renderers = [self._for_record(record) for record in batch]
         order: list[int] = []
         parts: list[Rows] = []
@@ -228,7 +232,7 @@ class TemplateRenderer:
     render_chunks = Renderer.render_chunks
 
     def _for_record(self, record: Record) -> TemplateRenderer:
-        """Return a renderer with the `chat_template_kwargs` of a record, or `self` if the kwargs are the same."""
+        """Return the renderer for the `chat_template_kwargs` of a record; `self` if the kwargs are the same."""
         if record.template_kwargs == self._kwargs:
             return self
         renderer = self._variants.pop(record.template_kwargs, None)
@@ -255,7 +259,7 @@ class TemplateRenderer:
         return ids
 
     def prompt_row(self, record: Record) -> Rows:
-        """Return the prompt for the next answer as a row with spans."""
+        """Return a row with the prompt for an answer to the last message of the record."""
         if (renderer := self._for_record(record)) is not self:
             return renderer.prompt_row(record)
         answered = msgspec.structs.replace(record, messages=[*record.messages, Message("assistant", ANSWER)])
@@ -274,7 +278,7 @@ class TemplateRenderer:
         return plain_input(record, self.templates[bool(record.tools)].style)
 
     def text(self, record: Record, messages: int | None = None, *, prompt: bool = False) -> str:
-        """Render the first `messages` messages as text, like `apply_chat_template`."""
+        """Render the first `messages` messages to a string, like `apply_chat_template` with `tokenize=False`."""
         return self.process.text(self.templates[bool(record.tools)].number, record, messages, prompt=prompt)
 
     def derive(
@@ -295,7 +299,7 @@ class TemplateRenderer:
         return without_prompt_space(derived) if self.strip_prompt_space else derived
 
     def check(self, record: Record, derived: DerivedAnswers) -> tuple[Note, ...]:
-        """Check the answers in a rendered record and return notes for the ledger.
+        """Check the answers in a rendered record and return the names of ledger entries about them.
 
         Raise a `RecordError` if an answer is invalid.
         """
@@ -303,7 +307,7 @@ class TemplateRenderer:
         return check_answers(derived, self.control_tokens, turns, allow_no_end=self.allow_no_end)
 
     def turn_marks(self, with_tools: bool) -> TurnMarks:
-        """Return the turn marks of the template for conversations with or without tools."""
+        """Return the strings that start and end turns in the template for conversations with or without tools."""
         number = self.templates[with_tools].number
         if number not in self._turn_marks:
 
@@ -320,7 +324,9 @@ class TemplateRenderer:
         return self._turn_marks[number]
 
     def lay_out(self, record: Record, *, last_only: bool = False) -> LaidOutRecord:
-        """Return the record with its layout. Raise a `RecordError` if the record cannot be rendered."""
+        """Render the record and return it with its layout of texts and control tokens. Raise a `RecordError` if the
+        record cannot be rendered.
+        """
         if isinstance(record, LaidOutRecord):
             return record
         if isinstance(record, RefusedRecord):
@@ -356,7 +362,9 @@ class TemplateRenderer:
     def _lay_out_texts(
         self, key: ShapeKey, texts: list[str], record: Callable[[], Record], *, last_only: bool = False
     ) -> LaidOut:
-        """Lay out a record with a matching cached trace, or render the record and cache the new trace if possible."""
+        """Return the layout of a record. Replay a matching cached trace; without a match, run the template and cache
+        the new trace if possible.
+        """
         followed = self._cache.follow(key, texts)
         if followed is not None:
             trace, slots = followed
@@ -389,13 +397,15 @@ class TemplateRenderer:
         return replace(derived, notes=derived.notes + self.check(record, derived))
 
     def lay_out_derived(self, record: Record, derived: DerivedAnswers, notes: tuple[str, ...] = ()) -> LaidOut:
-        """Lay out a rendered record without using cached traces."""
+        """Return the layout of a rendered record."""
         layout = token_layout(record, derived, self.control_tokens, text_tokens=self.text_tokens)
         expected, weights = self._headers.expected(derived), rendered_weights(record, derived)
         return LaidOut(layout, [], notes + derived.notes, expected, weights)
 
     def _row_check(self) -> RowCheck | None:
-        """Return the row check for the templates used so far, or None if generation tags mark the answers."""
+        """Return a check of encoded rows against the headers of the template, or None if generation tags mark the
+        answers.
+        """
         return None if self.mask == "tags" else self._headers.row_check(self._turn_marks)
 
     def _encode(self, records: Sequence[Record], laid_out: Sequence[LaidOut], **options: Any) -> Rows:
@@ -405,7 +415,7 @@ class TemplateRenderer:
         return encode_rows(records, laid_out, self.encoder, self._tables, **options)
 
     def _probe(self, record: Record, messages: int, prompt: bool) -> str | None:
-        """Return the text of a small conversation, or None if the template rejects it."""
+        """Render a small test conversation to a string; return None if the template rejects it."""
         try:
             return self.text(record, messages, prompt=prompt)
         except RecordError as fault:
@@ -414,7 +424,7 @@ class TemplateRenderer:
             return None
 
     def _confirm(self, trace: CachedTrace, slots: Sequence[str], record: Callable[[], Record]) -> None:
-        """Raise if the text of a cached trace differs from the output of the template."""
+        """Raise a `RecordError` if replaying a cached trace gives a different text than running the template."""
         if fill_slots(chain.from_iterable(trace.laid_out.layout.texts), slots) != self.text(record()):
             what = "the cached trace differs from the template; this is a bug in chatmill, please report it"
             raise RecordError(what, "remove the record", kind="not_alike")

@@ -1,9 +1,9 @@
-"""Learn which added tokens may come from the text of messages.
+"""Find the added tokens, such as `<think>`, that the text of a message may be encoded to.
 
-Special tokens never come from text. Tokens that the template uses in a header or at the end of a turn, such as
-DeepSeek's `<｜User｜>`, do not come from text either. All other added tokens are tags inside answers, such as
-`<think>`. The tokens in headers and at turn ends are learned from small conversations with words that occur in no
-template:
+Text is never encoded to special tokens. Text is also never encoded to added tokens that the template writes in a header
+or at the end of a turn, such as DeepSeek's `<｜User｜>`. All other added tokens are considered tags inside answers, so
+text can contain them. To find the tokens in headers and at turn ends, the template renders small conversations with
+words that occur in no template:
 
     <｜User｜> QzUser0 <｜Assistant｜></think> QzAssistant1 <｜end▁of▁sentence｜> <｜User｜> QzUser2
     header            header       tag                  end                 header
@@ -33,7 +33,7 @@ ID = "call00001"
 
 
 def _turns(*roles: str) -> list[Message]:
-    """Return messages with the texts `QzUser0`, `QzAssistant1` and so on."""
+    """Return one message for each role, with the contents `QzUser0`, `QzAssistant1` and so on."""
     return [
         new_message(
             role, f"Qz{role.title()}{at}", **({"name": "weather", "tool_call_id": ID} if role == "tool" else {})
@@ -56,18 +56,20 @@ _CALLS = probe_record(
 
 
 def learn_text_tokens(render: Render, tokens: ControlTokens, unmarked: Collection[str]) -> frozenset[str]:
-    """Return the tokens in `unmarked` that the template does not use in headers or at turn ends."""
+    """Return the tokens in `unmarked` that the template does not write in headers or at turn ends."""
     unmarked = tokens.ids.keys() & unmarked
     return frozenset(unmarked - tokens_of_turns(render, tokens, tokens.ids.keys() - unmarked) if unmarked else ())
 
 
 def tokens_of_turns(render: Render, tokens: ControlTokens, special: Collection[str]) -> frozenset[str]:
-    """Return the tokens that a template uses in headers and at turn ends. Tokens in `special` are never tags."""
+    """Return the tokens that a template writes in headers and at turn ends. `special` contains the special tokens,
+    which are never tags.
+    """
     return _Turns(render, tokens, special).learn()
 
 
 def token_notes(texts: Sequence[str], tokens: ControlTokens, text_tokens: ControlTokens) -> tuple[str, ...]:
-    """Return notes for the ledger about texts that contain control tokens."""
+    """Return the names of ledger entries for texts that contain the characters of control tokens."""
     if not tokens.any_in(texts):
         return ()
     matches = {match[0] for text in texts for match in tokens.find(text)}
@@ -102,7 +104,9 @@ class _Turns:
         return frozenset(turns | (self._tool_turns(tags) - reasoning) | (self._system_turn() - tags))
 
     def _closing_and_header(self, record: Record, following: str) -> tuple[list[str], list[str]]:
-        """Return the tokens that close the answer in message 1, and the tokens of the next header."""
+        """Return the tokens between the text of answer 1 and the text `following`, split into the end of the answer and
+        the next header.
+        """
         between = self._names(_between(self.render(record, len(record.messages), False), "QzAssistant1", following))
         alone = self.render(record, 2, False)
         if alone is None:
@@ -114,7 +118,7 @@ class _Turns:
         return between[:size], between[size:]
 
     def _ends(self, closing: Sequence[str]) -> list[str]:
-        """Return the tokens of `closing` that end the turn: all tokens after the last special token.
+        """Return the tokens of `closing` after its last special token, which end the turn.
 
         Tokens before a special token are tags, as in `</response><|im_end|>`.
         """
@@ -122,7 +126,9 @@ class _Turns:
         return [*closing[last + 1 :]]
 
     def _before_answers(self, size: int, tags: Collection[str]) -> set[str]:
-        """Return the tokens at the end of a user turn and in the assistant header, which has at most `size` tokens."""
+        """Return the tokens at the end of a user turn and the first `size` tokens (at least one) of the assistant
+        header.
+        """
         prompt, alone = (_after(self.render(_DIALOG, 1, prompt), "QzUser0") for prompt in (True, False))
         ends = self._names(alone)
         if prompt == alone:
@@ -136,12 +142,14 @@ class _Turns:
         return {*ends, *(({*header[: max(1, size)]} & self._in_all_openings()) - {*tags})}
 
     def _word_before(self, text: str, number: int) -> bool:
-        """Whether there are words between token `number` of a text and the token before it."""
+        """Whether there is text between control token `number` of a text and the previous control token."""
         matches = self.tokens.find(text)
         return bool(text[matches[number - 1].end() if number else 0 : matches[number].start()].strip())
 
     def _in_all_openings(self) -> set[str]:
-        """Return the tokens that occur between user text and a plain answer in every row and every prompt."""
+        """Return the control tokens that always occur between a user message and an answer without reasoning, in
+        conversations and in prompts.
+        """
         openings = []
         for record, answers in ((_DIALOG, (1, 3)), (_SYSTEM, (2,))):
             row = self.render(record, len(record.messages), False)
@@ -153,19 +161,23 @@ class _Turns:
         return set.intersection(*({*self._names(text)} for text in openings)) if openings else set()
 
     def _reasoning_tags(self) -> set[str]:
-        """Return the tokens around the reasoning of an answer, except tokens that also precede a plain answer."""
+        """Return the control tokens before and after the reasoning of an answer, except a token that also precedes
+        answers without reasoning.
+        """
         row = self.render(_REASONING, 2, False)
         opening = {*self._last(_between(row, "QzUser0", "QzReasoning"))} - {*self._last(self.opening)}
         return opening | {*self._names(_between(row, "QzReasoning", "QzAssistant1"))}
 
     def _call_tags(self) -> set[str]:
-        """Return the tokens around the tool call of an answer, except tokens that also precede a plain answer."""
+        """Return the control tokens before and after a tool call, except tokens that also precede answers without tool
+        calls.
+        """
         row = self.render(_CALLS, 2, False)
         around = _between(row, "QzUser0", "QzAssistant1"), _after(row, "QzAssistant1")
         return {token for text in around for token in self._names(text)} - {*self._names(self.opening)}
 
     def _tool_turns(self, tags: Collection[str]) -> set[str]:
-        """Return the tokens in the headers and ends of tool results."""
+        """Return the control tokens in the header and at the end of tool results."""
         out: set[str] = set()
         for record, last in ((_CALLS, 3), (_RESULT, 2)):
             row = self.render(record, len(record.messages), False)
@@ -177,14 +189,16 @@ class _Turns:
         return out
 
     def _system_turn(self) -> set[str]:
-        """Return the tokens before and after the text of a system message, except tokens inside sentences."""
+        """Return the control tokens before and after the text of a system message, except tokens inside other
+        sentences.
+        """
         row = self.render(_SYSTEM, 3, False) or ""
         texts = (row.partition("QzSystem0")[0], _between(row, "QzSystem0", "QzUser1")) if "QzSystem0" in row else ()
         return {token for text in texts for token in self._near(text)}
 
     def _near(self, text: str) -> list[str]:
-        """Return the tokens at the start and end of a text, up to a gap with punctuation or more than `MAX_WORDS`
-        words.
+        """Return the control tokens at the start and at the end of a text. From each side, stop at punctuation, or at
+        more than `MAX_WORDS` words between two tokens.
         """
         matches = self.tokens.find(text)
         starts, stops = [0, *(match.end() for match in matches)], [*(match.start() for match in matches), len(text)]
@@ -207,19 +221,21 @@ class _Turns:
         return [match[0] for match in self.tokens.find(text)]
 
     def _last(self, text: str) -> list[str]:
-        """Return a list with the token at the end of a text, ignoring whitespace, or an empty list."""
+        """Return a list with the control token at which a text ends, ignoring whitespace; return an empty list if there
+        is none.
+        """
         return [match[0] for match in self.tokens.find(text)[-1:] if not text[match.end() :].strip()]
 
 
 def _between(text: str | None, before: str, after: str) -> str:
-    """Return the text between two words, or "" if a word is missing."""
+    """Return the part of `text` between the words `before` and `after`, or "" if one of them is missing."""
     _, word, tail = (text or "").partition(before)
     between, end, _ = tail.partition(after)
     return between if word and end else ""
 
 
 def _after(text: str | None, word: str) -> str:
-    """Return the text after the last occurrence of a word, or "" if the word is missing."""
+    """Return the part of `text` after the last occurrence of `word`, or "" if `word` is missing."""
     _, there, after = (text or "").rpartition(word)
     return after if there else ""
 

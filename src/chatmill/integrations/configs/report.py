@@ -1,4 +1,4 @@
-"""Convert each key of another trainer's config to chatmill's keys, and report the result for each key."""
+"""Convert the config of another trainer to chatmill's config keys, and report what happened to each key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IS_OFF = "this feature is also off in chatmill"
 
 @dataclass(frozen=True)
 class KeyResult:
-    """The report on one key of an imported config."""
+    """How one key of an imported config was converted."""
 
     key: str
     """The path of the key in the imported config, such as `datasets[0].type`."""
@@ -43,7 +43,7 @@ class KeyResult:
         object.__setattr__(self, "value", _without_secrets(self.key, self.value))
 
     def __str__(self) -> str:
-        """Return `key: value -> ours; note`."""
+        """Format the result as `key: value -> chatmill keys; note`."""
         line = f"{self.key}: {shown(self.value)}"
         if self.ours:
             line += " -> " + ", ".join(f"{name} {shown(value)}" for name, value in self.ours.items())
@@ -52,7 +52,7 @@ class KeyResult:
 
 @dataclass(frozen=True)
 class Assumption:
-    """A value that the imported config does not set, such as a default of its trainer."""
+    """Values of chatmill keys that the imported config does not set, such as defaults of the other trainer."""
 
     ours: Mapping[str, Any]
     note: str
@@ -63,14 +63,14 @@ class Assumption:
 
 
 def shown(value: Any, longest: int = 80) -> str:
-    """Return a value as one line of JSON of at most `longest` characters, without quotes around plain strings."""
+    """Format a value as one line of JSON, shortened to `longest` characters; a plain string is not quoted."""
     if isinstance(value, str) and value and value == value.strip() and "\n" not in value:
         return one_line(value, longest)
     return one_line(json.dumps(value, ensure_ascii=False, default=str), longest)
 
 
 def _without_secrets(key: str, value: Any) -> Any:
-    """Hide API keys, and user names and passwords in URLs."""
+    """Return a config value with API keys hidden, and without user names and passwords in URLs."""
     if value in OFF or isinstance(value, bool):
         return value
     if _SECRET.search(key):
@@ -83,7 +83,9 @@ def _without_secrets(key: str, value: Any) -> Any:
 
 
 class TheirKeys:
-    """A table of the imported config. Reading a key removes it; `left` lists the keys that were not read."""
+    """A mapping in the imported config. Reading a key removes it from the mapping; `left` lists the keys that were not
+    read.
+    """
 
     def __init__(self, values: Mapping[Any, Any], translation: Translation, prefix: str = "") -> None:
         self._values = {str(name): value for name, value in values.items()}
@@ -107,7 +109,7 @@ class TheirKeys:
         return self._values.get(name)
 
     def pop(self, name: str) -> Any:
-        """Remove a key and return its value; report a null value as not set."""
+        """Remove a key and return its value; if the value is null, report the key as not set."""
         if name not in self._values:
             return None
         value = self.taken_out[self.path(name)] = self._values.pop(name)
@@ -152,7 +154,9 @@ class TheirKeys:
         )
 
     def text_or_no(self, name: str) -> str | None:
-        """Remove a key and return its string value. YAML reads `no` as false, so return `no` for false."""
+        """Remove a key and return its string value. For the value false, return "no", because YAML parses an unquoted
+        `no` as false.
+        """
         value = self.pop(name)
         value = "no" if value is False else value
         return (
@@ -187,7 +191,7 @@ class TheirKeys:
 
 
 class Translation:
-    """The conversion of another trainer's config to a recipe and a train config."""
+    """Collects the result of converting another trainer's config: a recipe, a train config and a report."""
 
     def __init__(self, trainer: str, place: str, *, ranks: int | None = None, model: str | None = None) -> None:
         self.trainer, self.place, self.ranks, self.model = trainer, place, ranks, model
@@ -218,7 +222,9 @@ class Translation:
         other: Mapping[str, Any] | None = None,
         note: str = "",
     ) -> None:
-        """Set the chatmill keys in `recipe`, `train` and `source` from an imported key, and report them and `other`."""
+        """Set the values in `recipe`, `train` and `source`, and report that the imported key sets them and the values
+        in `other`.
+        """
         ours = {**(recipe or {}), **(train or {}), **(other or {})}
         origin = f"{key}: {shown(value, 60)}"
         self.recipe.update(recipe or {})
@@ -239,7 +245,7 @@ class Translation:
         self.results.append(KeyResult(key, value, "default" if is_default else "taken", ours, note))
 
     def default(self, key: str, value: Any, *, note: str) -> None:
-        """Report an imported key that requires no change."""
+        """Report that an imported key has the same effect as chatmill's default."""
         self.results.append(KeyResult(key, value, "default", {}, note))
 
     def none(self, key: str, value: Any, note: str) -> None:
@@ -247,14 +253,14 @@ class Translation:
         self.results.append(KeyResult(key, value, "none", {}, note))
 
     def refuse(self, key: str, value: Any, reason: str) -> None:
-        """Report a value that chatmill does not support, and make the import fail."""
+        """Report a value that chatmill does not support, and record an error, so that the import fails."""
         self.faults.append(f"{key}: {shown(value)}: refused, {reason}")
         self.results.append(KeyResult(key, value, "none", {}, f"refused, {reason}"))
 
     def assume(
         self, note: str, *, recipe: Mapping[str, Any] | None = None, train: Mapping[str, Any] | None = None
     ) -> None:
-        """Set chatmill keys that the imported config does not determine."""
+        """Set chatmill keys for which the imported config has no value, and report `note` as the reason."""
         ours = {**(recipe or {}), **(train or {})}
         self.recipe.update(recipe or {})
         self.train.update(train or {})
@@ -262,7 +268,7 @@ class Translation:
         self.assumptions.append(Assumption(ours, note))
 
     def close(self, keys: TheirKeys, notes: Mapping[str, str], *, off: Mapping[str, Any] | None = None) -> None:
-        """Report the keys that were not read; keys without a note are unknown."""
+        """Report the keys that were not read; a key that is not in `notes` is reported as unknown."""
         for name in keys.left:
             if name not in notes:
                 value = keys.peek(name)
@@ -276,7 +282,7 @@ class Translation:
                     self.none(keys.path(name), value, notes[name])
 
     def settle(self) -> None:
-        """Add all keys that are not in the report yet."""
+        """Report all imported keys that have not been reported yet."""
         reported = {part for each in self.results for part in _paths(each.key)}
         # Start with nested tables, because a report on a nested key also covers the tables that contain it.
         for table in reversed(self.tables):
@@ -300,12 +306,12 @@ class Translation:
 
 
 def _paths(key: str) -> list[str]:
-    """Return the paths of a key and its parents: `a[0].b` -> `a[0].b`, `a[0]`, `a`."""
+    """Return the path of a key and the paths of its parents: `a[0].b` -> `a[0].b`, `a[0]`, `a`."""
     return [key, *(key[: match.start()] for match in re.finditer(r"[.\[]", key))]
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Compare two values; unlike in Python, False differs from 0, and True from 1."""
+    """Whether two values are equal; unlike in Python, False does not equal 0, and True does not equal 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 

@@ -1,8 +1,8 @@
 """The messages between a renderer and its template process, encoded as MessagePack frames.
 
-A malicious template may take over its process and send arbitrary bytes, so every response is checked here. A
-malicious response can falsify the output of its own template, but it cannot make the renderer crash, exhaust memory, or
-read out of bounds.
+A malicious template could take over its process and send arbitrary bytes, so every response is checked here. A
+malicious response can contain a wrong rendering, but it cannot make the renderer crash, run out of memory, or read out
+of bounds.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Derived(msgspec.Struct, tag="derived", frozen=True):
 
 
 class RecordFault(msgspec.Struct, tag="record", frozen=True):
-    """A `RecordError`."""
+    """A `RecordError` that the renderer raises."""
 
     what: str
     right: str
@@ -135,11 +135,13 @@ decode_setup = msgspec.msgpack.Decoder(Setup).decode
 
 
 class BrokenResponseError(ValueError):
-    """The process sent an invalid response."""
+    """The template process sent an invalid response."""
 
 
 def check_derived(response: Derived, record: Record, texts: int) -> DerivedAnswers:
-    """Check a response and return the answers of the record. `texts` is the number of texts in the record."""
+    """Check the response for a record and return the rendering with its answers. `texts` is the number of strings in
+    the record, such as message contents.
+    """
     count = len(record.messages)
     kinds = None
     steps = None
@@ -170,7 +172,9 @@ def check_derived(response: Derived, record: Record, texts: int) -> DerivedAnswe
 
 
 def _check_steps(steps: tuple[TraceStep, ...], texts: int) -> list[Kind]:
-    """Raise `BrokenResponseError` if a step is invalid; otherwise return the kind of each slot."""
+    """Check the steps of a trace and return the type of each value that they use or compute. Raise
+    `BrokenResponseError` if a step is invalid.
+    """
     kinds = [Kind.TEXT] * texts
     for step in steps:
         function = STEP_FUNCTIONS.get(step.function)
@@ -185,7 +189,7 @@ def _check_steps(steps: tuple[TraceStep, ...], texts: int) -> list[Kind]:
 
 
 def _is_bounded(steps: tuple[TraceStep, ...], pieces: tuple[TracedPiece, ...], texts: int) -> bool:
-    """Whether the memory needed to replay the steps is at most proportional to the size of the conversation."""
+    """Whether the memory needed to replay a trace grows at most linearly with the size of the conversation."""
     if len(steps) > MAX_STEPS:
         return False
     # For each slot, `copies` counts how often the slot may contain each text of the conversation, and, under the key
@@ -194,7 +198,9 @@ def _is_bounded(steps: tuple[TraceStep, ...], pieces: tuple[TracedPiece, ...], t
     grown: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
 
     def add(counts: list[dict[int, int]], held: dict[int, int], step: TraceStep, growth: int, limit: int) -> bool:
-        """Count the texts in the value that a step computes. Return whether the totals are within the limits."""
+        """Count how often the result of a step contains each text of the conversation. Return whether the totals are
+        within the limits.
+        """
         total = {-1: sum(map(_characters, step.args))}
         held[-1] += total[-1]
         for slot in step.slots:
@@ -225,7 +231,7 @@ def _characters(value: Any) -> int:
 
 
 def _tuples(value: Any) -> Any:
-    """Return a value with lists converted to tuples.
+    """Convert all lists in a decoded value to tuples.
 
     Raise `BrokenResponseError` if the value contains anything other than strings, numbers and None.
     """

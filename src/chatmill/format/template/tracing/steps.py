@@ -1,7 +1,7 @@
-"""The functions that a step of a trace may call, by name. All step functions are pure functions of texts.
+"""The string functions that a recorded trace of a chat template can call, by name. They have no side effects.
 
-The process that runs a template records a trace as plain data, and another process replays the trace. A replayed trace
-can call only the functions in `STEP_FUNCTIONS`.
+The process that runs a template records a trace as plain data; the renderer replays the trace in another process. A
+trace can call only the functions in `STEP_FUNCTIONS`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Range = tuple[int, int]
 
 
 class Kind(IntEnum):
-    """The type of the values that a step function takes or returns."""
+    """The type of the arguments or of the result of a function that a trace calls."""
 
     TEXT = 0
     PARTS = 1
@@ -37,14 +37,18 @@ class StepFunction(NamedTuple):
 
 
 def fill_pattern(*args: Any) -> str:
-    """Return the text of a pattern, which is the last argument, with each None replaced by the next value."""
+    """Replace each None in a sequence of strings, which is the last argument, by the next of the other arguments, and
+    join the strings.
+    """
     *values, pattern = args
     given = iter(values)
     return "".join([next(given) if literal is None else literal for literal in pattern])
 
 
 def cut_ranges(lengths: Sequence[int], ranges: Sequence[Range]) -> list[list[tuple[int, int, int]]]:
-    """Return, for each range of characters, the pieces inside the range as (index, start, stop)."""
+    """Return, for each range of characters in a text of several pieces, the slices of the pieces inside the range as
+    (index of the piece, start, stop).
+    """
     starts = [*accumulate(lengths, initial=0)]
     cuts = []
     for start, stop in ranges:
@@ -60,11 +64,12 @@ def cut_ranges(lengths: Sequence[int], ranges: Sequence[Range]) -> list[list[tup
 
 
 def cut_pattern(*args: Any) -> tuple[Any, ...]:
-    """Slice a text of several pieces with a string method.
+    """Apply a string method that returns one or more slices, such as `strip` or `split`, to a text that consists of
+    several pieces.
 
-    Return two tuples. The first contains the pieces of each slice as (index, literal), with None for pieces that are
-    not literals. The second contains the texts of the pieces that are not literals. `count` is the expected number of
-    slices; if the actual number differs, both tuples are empty.
+    Return two tuples. The first tuple contains the pieces of each slice as (index of the piece, literal), where the
+    literal is None for a piece of message text. The second tuple contains the texts of these pieces of message text.
+    `count` is the expected number of slices; if the actual number differs, both tuples are empty.
     """
     *values, name, method_args, pattern, count = args
     given = iter(values)
@@ -81,10 +86,10 @@ def cut_pattern(*args: Any) -> tuple[Any, ...]:
 
 
 def begins_with(*args: Any) -> bool:
-    """Whether the text of a pattern begins with the text of another pattern.
+    """Whether one concatenation of strings begins with another.
 
-    The last two arguments are the patterns, and the arguments before them replace the Nones in the patterns. For speed,
-    only the compared part of the text is built.
+    The last two arguments are sequences of strings, in which each None is replaced by one of the other arguments, in
+    order. For speed, only the required start of the first string is built.
     """
     *values, pattern, other = args
     given = iter(values)
@@ -193,7 +198,9 @@ def _stripped(text: str, chars: str | None = None, *, left: bool = True, right: 
 
 
 def _consecutive(text: str, parts: Sequence[str], gap: int | None) -> list[Range]:
-    """Return the ranges of consecutive parts of a text, which are `gap` characters apart (any distance if None)."""
+    """Return the character range of each of the given parts of a text, in order. Between two parts are `gap`
+    characters, or any number if `gap` is None.
+    """
     ranges, at = [], 0
     for part in parts:
         start = text.index(part, at) if gap is None else at
