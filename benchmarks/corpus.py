@@ -1,8 +1,9 @@
 """Generate the benchmark data: conversations with realistic lengths.
 
-English prose comes from the docstrings of the Python installation, and code from its sources. Words in other languages
-are random letters from the scripts of these languages. `python benchmarks/corpus.py` generates the data once, from a
-fixed seed, and stores it in `benchmarks/.data`. Use `--input` and `--tokenizer` to run a benchmark on your own data.
+English prose comes from the docstrings of the Python installation, and code from its sources. Text in other languages
+consists of random words in eight other scripts, such as Greek and Han. `python benchmarks/corpus.py` generates the data
+once, from a fixed seed, and stores it in `benchmarks/.data`. Use `--input` and `--tokenizer` to run a benchmark on your
+own data.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def foreign(rng: random.Random) -> str:
 
 
 def conversations(count: int, *, seed: int = 0) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Yield multi-turn chats of about 780 tokens, two thirds of them in assistant turns."""
+    """Yield multi-turn conversations with a mean length of about 780 tokens, two thirds of which are in assistant
+    turns.
+    """
     rng = random.Random(seed)
     prose, code = prose_and_code(rng)
 
@@ -110,7 +113,9 @@ def chat_file(count: int) -> Path:
 
 
 def tokenizer_file(vocab_size: int = 100_000) -> Path:
-    """Train a byte-level BPE, with the ChatML control tokens, on generated conversations."""
+    """Return the path of a byte-level BPE tokenizer with the ChatML tokens. Train the tokenizer on generated
+    conversations if the file does not exist.
+    """
     from chatmill.format import load_format
     from chatmill.tokenizer import train_bpe
 

@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def chunk(count: int, *, spans: int, longest: int) -> Rows:
-    """Return rows of one conversation each; half of the spans are trained."""
+    """Return `count` random rows with one conversation each; half of the spans are trained."""
     rng = np.random.default_rng(0)
     table = np.zeros(count * spans, dtype=SPAN)
     table["length"] = rng.integers(1, longest + 1, len(table))
@@ -120,7 +120,7 @@ def chunk(count: int, *, spans: int, longest: int) -> Rows:
 
 
 def write(folder: Path, rows: Rows, count: int, *, vocab_size: int) -> float:
-    """Write `count` episodes and close the files; return the speed in millions of tokens per second."""
+    """Write a dataset of `count` episodes; return the write speed in millions of tokens per second."""
     started = time.perf_counter()
     with SplitWriter(folder / "train", vocab_size=vocab_size, shard_tokens=50_000_000) as writer:
         for at in range(0, count, len(rows)):
@@ -165,7 +165,9 @@ def read(episodes: Episodes) -> dict[str, tuple[float, float]]:
 
 
 def bare_read(store: Path) -> float:
-    """Return the median time, in microseconds, to sum 8 tokens and 8 mask bytes at a known offset."""
+    """Return the median time, in microseconds, to sum 8 token ids and 8 mask values at a known offset of memory-mapped
+    files.
+    """
     shard = store / "train" / "shard_00000"
     tokens = np.asarray(np.memmap(shard / "tokens.bin", dtype="<u2", mode="r"))
     mask = np.asarray(np.memmap(shard / "mask.bin", dtype="u1", mode="r"))

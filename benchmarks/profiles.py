@@ -113,8 +113,8 @@ def sampled(part: Part, command: list[object], out: Path) -> Counter[str]:
 
 
 def below_roots(raw: str, roots: tuple[str, ...]) -> Counter[str]:
-    """Remove the frames above the part's root from py-spy's stacks. Stacks without the root belong to start-up and are
-    dropped.
+    """Remove the stack frames of the callers of a root function from py-spy's output. Stacks without a root function
+    belong to start-up and are dropped.
     """
     found: Counter[str] = Counter()
     for line in raw.splitlines():

@@ -153,7 +153,7 @@ def epoch(place: str, folder: Path, port: int) -> dict[str, Any]:
 
 @contextmanager
 def rclone(folder: Path) -> Iterator[int]:
-    """Serve the buckets in a folder over S3; yield the port."""
+    """Start an S3 server whose buckets are the subfolders of a folder; yield its port."""
     command = [sys.executable, str(SERVERS / "server_programs.py"), "rclone", str(folder), KEY, SECRET]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         try:
@@ -165,7 +165,9 @@ def rclone(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def throttled(port: int, bandwidth: float) -> Iterator[int]:
-    """Run a proxy that limits the bandwidth (bytes per second) of a server; yield the port."""
+    """Run a proxy that limits the bandwidth of a server to `bandwidth` bytes per second; yield the port of the
+    proxy.
+    """
     sys.path.insert(0, str(SERVERS))
     with importlib.import_module("fault_proxy").fault_proxy(port, bandwidth=bandwidth) as proxy:
         yield proxy.port

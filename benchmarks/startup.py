@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def enlarged(content: dict[str, Any], size: int) -> dict[str, Any]:
-    """Add merges to a byte-level BPE until it has `size` tokens."""
+    """Add merges to a byte-level BPE tokenizer until its vocabulary has `size` tokens."""
     vocab, merges = content["model"]["vocab"], content["model"]["merges"]
     words = [token for token in vocab if token.isalpha() and len(token) > 2]
     taken = {*vocab.values(), *(token["id"] for token in content["added_tokens"])}
@@ -82,7 +82,7 @@ def enlarged(content: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def best(runs: int, command: list[str], cache: Path, *, cold: bool = False) -> float:
-    """Return the time of the fastest run of a command in seconds, after a run that is not counted."""
+    """Return the shortest time of several runs of a command, in seconds; the first run is not counted."""
     environment = os.environ | {"CHATMILL_CACHE_DIR": str(cache)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     taken = []

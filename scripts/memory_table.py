@@ -81,7 +81,9 @@ def qwen3_folder(shape: dict[str, Any], dtype: torch.dtype, folder: Path) -> Pat
 
 
 def line_config(line: TrainLine, folder: Path) -> TrainConfig:
-    """Return the config for a run of benchmarks/train.py; write its model to `folder` if needed."""
+    """Return the config of a benchmark run of benchmarks/train.py. If the run loads a model, write the model to
+    `folder`.
+    """
     keys: dict[str, Any] = {
         "optimizer": line.optimizer,
         "fp8": line.fp8,
@@ -105,7 +107,9 @@ def line_config(line: TrainLine, folder: Path) -> TrainConfig:
 
 
 def compared(folder: Path) -> Iterator[tuple[str, str, float, float]]:
-    """Yield the name, the title, the estimate and the measurement (both in GiB) of each measured chatmill run."""
+    """Yield the name, the title, the estimated memory and the measured memory (in GiB) of each measured chatmill
+    run.
+    """
     measured = json.loads(MEASURED.read_text("utf-8"))
     for name, line in TRAIN_LINES.items():
         # Skip results without a precision, which are from an older version that used more memory.
@@ -127,7 +131,9 @@ def comparison_table(folder: Path) -> Iterator[str]:
 def fitting_table(
     folder: Path, models: Sequence[str] = tuple(SHAPES), ways: Sequence[str] = tuple(WAYS)
 ) -> Iterator[str]:
-    """Yield a table of estimates in GiB for 1 and 8 rows of 4,096 tokens on one GPU, with activation checkpointing."""
+    """Yield a Markdown table of estimated memory in GiB, for 1 and 8 rows of 4,096 tokens on one GPU with activation
+    checkpointing.
+    """
     yield f"| | {' | '.join(models)} |"
     yield f"|---|{'---|' * len(models)}"
     cells: dict[str, list[str]] = {way: [] for way in ways}

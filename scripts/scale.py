@@ -100,7 +100,7 @@ def measure(count: int, folder: Path | None) -> dict[str, Any]:
 
 
 def many_shards(count: int, folder: Path | None) -> tuple[float, float]:
-    """Return the time to open a dataset of `count` shards, in ms, and the size of its metadata, in kB."""
+    """Return the time in ms to open a dataset of `count` shards, and the size of its metadata in kB."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         dataset = Path(temporary)
         write(dataset, 20 * count, shard_tokens=160)
@@ -154,7 +154,9 @@ def made(count: int) -> Rows:
 
 
 def first(dataset: Path, order: str, packing: str) -> tuple[float, float, float]:
-    """Return the medians over three processes: ms to open a dataset, ms to build the first batch, and memory in MB."""
+    """Return the time in ms to open a dataset, the time in ms to build the first batch, and the memory use in MB, as
+    medians over three processes.
+    """
     runs = [
         [
             float(word)

@@ -1,4 +1,4 @@
-"""Run examples in Markdown pages: find the fenced blocks, run them, and compare their output.
+"""Run the examples in Markdown pages: find the fenced code blocks, run them, and compare their output with the page.
 
     console   `$ command` lines, run by sh in one folder per page; the lines below a command are its output.
               `$ command  # exit 1` means that the command exits with status 1.
@@ -6,7 +6,7 @@
     text      Directly after a python block, without a heading between them: the output of that block.
     sh        Shown, but not run: only for commands that set up a machine (see DISPLAY_ONLY).
 
-In shown output, a line `…` matches any lines, and `…` or `...` inside a line matches any text.
+In the output on a page, a line `…` matches any number of lines, and `…` or `...` inside a line matches any text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """Return the fenced blocks of a page. Fences in lists may be indented."""
+    """Return the fenced code blocks of a Markdown page. Fences can be indented, for example in lists."""
     found: list[Block] = []
     fence, language, start, heading = "", "", 0, True
     lines: list[str] = []
@@ -66,7 +66,9 @@ def prose(page: str) -> str:
 
 
 def commands(block: Block) -> list[tuple[int, str, list[str]]]:
-    r"""Yield the commands of a console block: page line, command (a trailing `\` continues it) and shown output."""
+    r"""Return the commands in a console block, each with its line number on the page and the output shown below it. A
+    command continues on the next line after a trailing `\`.
+    """
     found: list[tuple[int, str, list[str]]] = []
     for number, line in enumerate(block.text.splitlines(), block.line):
         if line.startswith("$ "):
@@ -92,7 +94,7 @@ def matches(shown: str, printed: str) -> bool:
 
 
 def display_faults(page: str) -> list[str]:
-    """Return an error for each block that shows commands but is never run."""
+    """Return an error message for each code block that shows commands but is never run."""
     faults = []
     for block in blocks(page):
         if block.language in ("bash", "shell", "zsh", ""):

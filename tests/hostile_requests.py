@@ -1,4 +1,4 @@
-"""Requests that no browser sends: the viewer must reject each of them and still answer the next normal request."""
+"""HTTP requests that no browser sends: the viewer must reject each of them and still answer the next normal request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ ANSWERED = REFUSED | {200}
 
 @dataclass(frozen=True)
 class Hostile:
-    """The bytes of a request, and the allowed statuses; an empty set means that the connection is closed."""
+    """The bytes of an HTTP request, and the allowed status codes of the response. An empty set means that the server
+    must close the connection.
+    """
 
     data: bytes
     statuses: frozenset[int]
@@ -164,7 +166,7 @@ def hostile_requests() -> list[Hostile]:
 
 
 def mutated(request: bytes, rng: random.Random) -> Hostile:
-    """Return a valid request with some bytes changed, duplicated or removed. Any response except a server error is
+    """Return a valid HTTP request with some bytes changed, inserted or removed. Every response except a server error is
     allowed.
     """
     data = bytearray(request)

@@ -1,4 +1,6 @@
-"""An oracle for `train_ranges`: it computes token weights from character weights."""
+"""An independent implementation of `train_ranges` for tests, which computes the weight of each token from the weights
+of its characters.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def expected_weights(offsets, size: int, ranges, own: float, flagged: bool) -> t
 
 
 def pairs_of_bytes() -> bytes:
-    """Return a byte-level BPE that merges random pairs of bytes. Some tokens cross character boundaries."""
+    """Return a tokenizer.json of a byte-level BPE that merges random pairs of bytes. Some tokens contain parts of two
+    characters.
+    """
     alphabet = bytes_to_unicode()
     letters = [alphabet[byte] for byte in sorted({*"".join(PIECES).encode()}) if byte >= 0x80 or chr(byte) in " aens<|"]
     pairs = [[one, other] for one in letters for other in letters]

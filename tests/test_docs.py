@@ -71,7 +71,9 @@ def links(page: str) -> list[str]:
 
 
 def anchors(page: str) -> set[str]:
-    """Return the anchors of headings: lower case, hyphens for spaces, no punctuation, repeats numbered."""
+    """Return the link anchors of a page. The anchor of a heading is in lower case, with hyphens for spaces, without
+    punctuation, and with a number if the heading occurs again.
+    """
     text = doc_examples.prose(page)
     found = set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text))
     counts: dict[str, int] = {}

@@ -30,9 +30,9 @@ OPERATIONS = (
 
 
 class KilledAt(Disk):
-    """Kills the process at operation `at`, or only counts operations if `at` is 0.
+    """Kills the process at disk operation number `at`; if `at` is 0, only counts disk operations.
 
-    If operation `at` is a write, half of the data is written before the process is killed.
+    If the operation is a write, half of the data is written before the process is killed.
     """
 
     def __init__(self, at: int = 0) -> None:
@@ -70,7 +70,9 @@ for _name in OPERATIONS:
 
 
 class HeldAt(KilledAt):
-    """Pauses before operation `at`: writes a byte to the pipe `tell`, then waits for a byte from `wait`."""
+    """Pauses before disk operation number `at`: writes a byte to the pipe `tell`, then waits for a byte from the pipe
+    `wait`.
+    """
 
     def __init__(self, at: int, tell: int, wait: int) -> None:
         super().__init__(at)
@@ -106,7 +108,7 @@ class Full(Disk):
 
 
 class Unsynced(Disk):
-    """Skips syncs, to save time in the steps that follow a simulated crash."""
+    """Skips fsync, to save time in the steps that follow a simulated crash."""
 
     def sync(self, path: Path) -> None:
         pass

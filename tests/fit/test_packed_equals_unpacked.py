@@ -28,7 +28,9 @@ class OneLayer(nn.Module):
 
 
 def conversations(count: int) -> Rows:
-    """Return conversations whose first token is often trained on, so that segment boundaries matter."""
+    """Return random conversations, many of which have a trained first token, so that errors at segment boundaries
+    change the loss.
+    """
     draw = np.random.default_rng(5)
     plain = []
     for line in range(count):
@@ -49,7 +51,9 @@ def padded(rows: Rows, values: np.ndarray, fill: int) -> np.ndarray:
 
 
 def token_losses(rows: Rows, *, ignoring: str = "") -> float:
-    """Return the sum of the weighted losses; `ignoring` disables one of the mechanisms that separate conversations."""
+    """Return the sum of the weighted token losses. `ignoring` disables one of the mechanisms that keep packed
+    conversations separate.
+    """
     ids = padded(rows, rows.ids.astype(np.int64), 0)
     positions = padded(rows, rows.positions(), 0)
     segments = padded(rows, rows.segments(), -1)

@@ -74,7 +74,9 @@ def test_a_folder_of_caches_is_mixed_as_documented_by_default(root):
 @pytest.mark.parametrize("kind", ["known", "plain"])
 @pytest.mark.parametrize("by", ["tokens", "trained_tokens"])
 def test_a_mix_by_tokens_has_the_requested_shares_in_batches(tmp_path, by, kind):
-    """One source has long rows, which are truncated. The other source has short rows, some of which are skipped."""
+    """The source `long` has long rows, which are truncated. The source `short` has short rows, some of which are
+    skipped.
+    """
     long, short = talks(1, 60, longest=90), talks(2, 80, longest=9)
     if kind == "known":
         write_source(tmp_path, "long", {"train": long})

@@ -47,7 +47,7 @@ def places(tmp_path_factory) -> dict[bool, Path]:
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch):
-    """Small windows make batches cross window boundaries."""
+    """Use small packing windows, so that batches cross window boundaries."""
     monkeypatch.setattr("chatmill.load.plan.WINDOW", 20)
     monkeypatch.setattr("chatmill.load.plan.BLOCK", 7)
     monkeypatch.setattr("chatmill.load.batch_builder.LOOKUP_BATCHES", 2)

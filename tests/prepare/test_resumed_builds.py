@@ -192,7 +192,9 @@ def workers_of(build: subprocess.Popen[str]) -> list[int]:
 
 
 def until():
-    """Yield forever, with a short pause each time. Only the time limit of the test ends the loop."""
+    """Yield forever, with a short pause after each iteration. If the caller does not leave the loop, the time limit of
+    the test ends it.
+    """
     while True:
         yield
         time.sleep(0.02)

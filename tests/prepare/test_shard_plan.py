@@ -29,7 +29,7 @@ NAMES = [File(source, path) for source in ("s", "t") for path in ("a.jsonl", "b.
 
 @pytest.fixture(scope="module")
 def small():
-    """Use small windows, and skip fsync, which is slow for many small files."""
+    """Use small windows in the shard plan, and skip fsync, which is slow for many small files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files.Disk, "sync", lambda self, path: None)
         patch.setattr(shard_plan, "WINDOW", 16)

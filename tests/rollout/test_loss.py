@@ -129,7 +129,9 @@ class OneLayer(torch.nn.Module):
 
 
 def loss_of(rows, model, axis):
-    """Labels are shifted, so each position of y has the target of the next token."""
+    """Return the rollout loss of the model. Labels are shifted: each position of y contains the target of the next
+    token.
+    """
     batch = collate(rows, pad_token_id=EOS)
     mask = batch.y != IGNORE_INDEX
     logits = model(*(torch.as_tensor(part) for part in (batch.x, batch.positions, batch.segments)))

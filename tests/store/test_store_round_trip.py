@@ -121,7 +121,7 @@ def test_an_id_beyond_the_vocabulary_is_refused_with_its_position(tmp_path, span
 
 
 def test_files_on_disk_follow_the_specification(tmp_path):
-    """Read the layout with numpy only, as another program would."""
+    """Read the files of a dataset with numpy only, as another program would."""
     rows = build(
         [
             [(("a", 1), [([5, 6], 1, 0, 0.0, 0, -1), ([7], 2, 1, 1.0, 0, -1)])],

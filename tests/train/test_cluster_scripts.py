@@ -1,4 +1,4 @@
-"""Run the scripts of examples/cluster, with small programs instead of Slurm's srun and scontrol."""
+"""Run the scripts in examples/cluster, with small programs in place of Slurm's `srun` and `scontrol`."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def test_another_seed_rounds_differently(sums_data, tmp_path, name):
 
 @pytest.mark.parametrize(("name", "parallel"), [("adamw8bit", "fsdp"), ("adamw_bf16", "ddp")])
 def test_replicas_stay_identical_and_one_rank_resumes_checkpoints_of_two(sums_data, tmp_path, name, parallel):
-    """Each of the two ranks draws its own random numbers for rounding."""
+    """The two ranks use different random numbers for stochastic rounding."""
     sharded = "sharded" if parallel == "fsdp" else "full"
     often = {"optimizer": name, "parallel": parallel, "checkpoint": sharded, "max_iters": 4, **WIDE, "save_interval": 2}
 

@@ -1,4 +1,4 @@
-"""Read back the metrics of a run from each tracker, as (step, name, value) in the order of logging."""
+"""Read the logged metrics of a run from the files of TensorBoard, W&B and MLflow, as tuples (step, name, value)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def tensorboard_numbers(run: Path) -> list[Logged]:
 
 
 def tensorboard_texts(run: Path, tag: str) -> list[tuple[int, str]]:
-    """Return the texts of a tag, without the indentation that makes TensorBoard show them verbatim."""
+    """Return the logged texts of a TensorBoard tag, without the indentation that makes TensorBoard display them
+    verbatim.
+    """
     shown = open_events(run).Tensors(f"{tag}/text_summary")
     texts = [each.tensor_proto.string_val[0].decode() for each in shown]
     return [
@@ -55,7 +57,7 @@ def wandb_folders(run: Path) -> list[Path]:
 
 
 def wandb_records(folder: Path) -> Iterator[Any]:
-    """Return the records that the W&B client wrote for an offline run. The file is a header followed by a LevelDB log
+    """Yield the records that the W&B client wrote for an offline run. The file consists of a header and a LevelDB log
     of protocol buffers.
     """
     from wandb.proto.wandb_internal_pb2 import Record
@@ -103,7 +105,9 @@ def wandb_tables(folder: Path) -> list[Any]:
 
 
 def wandb_artifacts(folder: Path) -> dict[str, bytes]:
-    """Return the contents of artifact files by name; the client keeps copies until they are uploaded."""
+    """Return the contents of W&B artifact files by name. The W&B client keeps copies of these files until they are
+    uploaded.
+    """
     entries = [entry for each in wandb_records(folder) for entry in each.artifact.manifest.contents]
     return {entry.path: Path(entry.local_path).read_bytes() for entry in entries}
 

@@ -124,7 +124,9 @@ def curve(run: Path) -> list[tuple[int, float]]:
 
 
 def ranks(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """Run `work` in each of `count` processes of one process group; return the results as JSON values."""
+    """Run `work` on each rank of a process group of `count` processes; return the results, which must be JSON
+    values.
+    """
     with tempfile.TemporaryDirectory() as folder:
 
         def run_rank(rank: int) -> None:

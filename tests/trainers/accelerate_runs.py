@@ -1,4 +1,4 @@
-"""Functions that the Accelerate tests run, on each rank with `trainer_fixtures.ranks` or in one process."""
+"""Functions that the Accelerate tests run, either on several ranks with `trainer_fixtures.ranks` or in one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FEWER = 8
 
 
 def new_accelerator(accumulation: int = 1, **settings: Any) -> Accelerator:
-    """Return an accelerator with new state; only the process group is shared with earlier accelerators."""
+    """Return an `Accelerator` with new state, which shares only the process group with earlier accelerators."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     return Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **settings)
@@ -161,7 +161,9 @@ def unprepared(dataset: Path) -> list[list[list[int]]]:
 
 
 def on_two_ranks(dataset: Path, model: Path, folder: Path) -> dict[str, Any]:
-    """Return all results that the tests need from two ranks, so that the processes are started only once."""
+    """Compute all results that the tests need from two ranks. One function does this, so that the processes are started
+    only once.
+    """
     saved_at_each_step(dataset, folder / "steps", steps=5)
     return {
         "batches": batches(dataset, PACKED, steps=50),

@@ -1,4 +1,4 @@
-"""The `chatmill` typer application, built from the commands in this folder."""
+"""Build the Typer application `chatmill` from the commands in this folder."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CLICK_ERROR: Any
 
 
 def app_of(names: Iterable[str] = COMMANDS) -> typer.Typer:
-    """Build the application with the given commands. Importing all commands takes nearly a second, so callers pass only
-    the command that runs.
+    """Build the application with the given commands. Importing all commands takes nearly a second, so the caller passes
+    only the command to run.
     """
     app = typer.Typer(
         name="chatmill",
@@ -52,7 +52,9 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def run(app: typer.Typer) -> None:
-    """Run the application; escape control characters in usage errors, which quote arguments."""
+    """Run the application. Control characters in usage errors are escaped, because the errors quote command-line
+    arguments.
+    """
     try:
         code = app(standalone_mode=False)
     except CLICK_ERROR as error:

@@ -1,4 +1,4 @@
-"""Options for commands that read and render records, and the summary of rejected records."""
+"""Command-line options for commands that read and render records, and the summary of rejected records."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ AddTokens = Annotated[bool, option(Job, "add_tokens")]
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Options of commands that read records; see `cli/expand.py`."""
+    """Command-line options of commands that read records; see `cli/expand.py`."""
 
     shape: Shape = None
     columns: Columns = None
@@ -74,7 +74,9 @@ class ReadOptions:
     overwrite: OverwriteFiles = False
 
     def records(self, inputs: list[str], *, reads: Sequence[Path] = (), output: Path | None = None) -> CountedRecords:
-        """Open the inputs; `reads` lists the other files that the command reads, and `output` is its output."""
+        """Open the input files. `reads` lists the other files that the command reads, and `output` is the file that it
+        writes.
+        """
         return CountedRecords(
             inputs,
             shape=self.shape,
@@ -96,7 +98,7 @@ def print_rejects(records: CountedRecords) -> None:
 
 
 def require_records(inputs: Sequence[str], records: CountedRecords, *, valid: int) -> None:
-    """Raise an error if the input has no records, or if all of them were rejected."""
+    """Raise `DataError` if the inputs have no records, or if all records were rejected."""
     if not valid:
         names, rejected = ", ".join(shown(place(name)) for name in inputs), records.ledger.total("rejected").rows
         if rejected:
@@ -106,7 +108,7 @@ def require_records(inputs: Sequence[str], records: CountedRecords, *, valid: in
 
 @dataclass(frozen=True)
 class RenderOptions:
-    """Options of commands that render conversations; see `cli/expand.py`."""
+    """Command-line options of commands that render conversations; see `cli/expand.py`."""
 
     tokenizer: TokenizerName = "bytes"
     format: FormatName = None
@@ -117,7 +119,7 @@ class RenderOptions:
 
 @dataclass(frozen=True)
 class TemplateFlags:
-    """Chat template options; see `cli/expand.py`."""
+    """Command-line options for chat templates; see `cli/expand.py`."""
 
     chat_template: Annotated[str | None, option(Job, "chat_template")] = None
     template_args: Annotated[list[str] | None, option(Job, "template_args")] = None

@@ -246,7 +246,6 @@ class EpisodeReader:
         return begin, end, (high - low, inside)
 
     def _check_rising(self, shard: int, *bounds: Index | int) -> None:
-        """Raise `DataError` if the given bounds of episodes and segments are not in ascending order."""
         for low, high in pairwise(bounds):
             if np.any(np.less(high, low)):
                 raise self._damaged(shard, ORIGINS, "segments are out of order")

@@ -249,7 +249,7 @@ class _Groups:
         return earlier
 
     def apart(self, one: Numbers, other: Numbers) -> Pairs:
-        """Return the pairs whose two records are in different groups."""
+        """Return the pairs of records that are in different groups."""
         differ = self.first(one) != self.first(other)
         return one[differ], other[differ]
 

@@ -1,4 +1,4 @@
-"""`check_recipe`: preview each source of a job from its first records, before building a dataset."""
+"""Preview a build: process the first records of each source of a recipe, and report what would happen to them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RemovedExample:
 
 @dataclass
 class SourceSample:
-    """Results for the first records of a source."""
+    """What a build would do with the first records of a source."""
 
     name: str
     files: list[tuple[FilePart, int]] = field(default_factory=list)
@@ -59,7 +59,7 @@ class SourceSample:
     faults: list[RecordError] = field(default_factory=list)
     first: Record | None = None
     trained: tuple[bool, ...] = ()
-    """Whether each message of the first record has trained tokens; empty if the record cannot be rendered."""
+    """For each message of the first record, whether it has trained tokens; empty if the record cannot be rendered."""
     removed: dict[str, int] = field(default_factory=dict)
     """For each reason, the number of records that filters, deduplication and `max_samples` remove."""
     examples: dict[str, list[RemovedExample]] = field(default_factory=dict)
@@ -74,10 +74,11 @@ class SourceSample:
 
 
 def check_recipe(job: Job, *, records: int = RECORDS, allow_code: Sequence[str] = ()) -> list[SourceSample]:
-    """Preview each source: read at most `records` records, and render, filter and deduplicate them as in a build.
+    """Read at most `records` records of each source, and render, filter and deduplicate them as in a build.
 
-    Duplicates are found only among the records that were read. Invalid records are collected regardless of
-    `job.on_error`. Rows are stored in a temporary folder, which is removed; no other files are written.
+    Duplicates are found only among the records that were read. Errors for invalid records are collected in the result,
+    regardless of `job.on_error`. Rows are written to a temporary folder, which is removed at the end; no other files
+    are written.
     """
     job.check()
     check_languages(job)
@@ -164,11 +165,13 @@ class FirstRecords:
 
 
 class _EnoughError(Exception):
-    """Raised when all requested records have been read."""
+    """Raised to stop reading when the maximum number of records has been read."""
 
 
 def _trained_messages(record: Record, unit: Unit, job: Job, renderer: Renderer) -> tuple[bool, ...]:
-    """For each message of a record, return whether it has trained tokens; empty if the record cannot be rendered."""
+    """Return, for each message of a record, whether it has trained tokens. Return an empty tuple if the record cannot
+    be rendered.
+    """
     ledger, train_on = Ledger(), unit.train_on
     try:
         if job.unroll:
@@ -208,7 +211,7 @@ def _add_removed(
     path: Path,
     held: dict[tuple[str, int], Record],
 ) -> None:
-    """Count the removed records of each source, and keep the first `EXAMPLES` per reason."""
+    """Count the removed records of each source, and store the first `EXAMPLES` of them for each reason."""
     if write_removed(path, staged, selection) is None:
         return
     source_of = {(unit.part.source, unit.name): unit.source for unit in units}

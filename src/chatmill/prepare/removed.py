@@ -1,4 +1,6 @@
-"""Write `removed.jsonl`: the records removed by filters, deduplication and `max_samples`, with reasons."""
+"""Write `removed.jsonl`, which lists the records that were removed by filters, deduplication and `max_samples`, with
+the reasons.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ _ENTRY = np.dtype([("line", "<u8"), ("reason", "u1"), ("twin", "<i8")])
 
 
 def write_removed(path: Path, staged: Sequence[StagedFile], selection: Selection) -> FileInfo | None:
-    """Write one line per removed record, ordered by file and line. If no record was removed, write no file and return
-    None.
+    """Write one JSON line for each removed record, ordered by input file and line. If no record was removed, write no
+    file and return None.
 
     {"source": "chat", "file": "chat.jsonl", "line": 7, "reason": "duplicate", "twin": {"source": "chat", …}}
     """
@@ -75,7 +77,7 @@ def _place(file: File) -> str:
 
 
 class _Twins:
-    """The files and lines of the records that are kept instead of duplicates."""
+    """The input files and lines of the records that are kept instead of removed duplicates."""
 
     def __init__(self, staged: Sequence[StagedFile], selection: Selection) -> None:
         numbers = np.concatenate([np.empty(0, np.int64), *(part.twin for part in selection.removed)])
@@ -96,7 +98,9 @@ class _Twins:
             before += len(rows)
 
     def texts(self, twins: Index) -> Iterator[str]:
-        """For each index of a kept record, yield the JSON entry of the record, or an empty string for -1."""
+        """Yield, for each record index, the JSON text with the file and line of the record, or an empty string for the
+        index -1.
+        """
         at = np.minimum(np.searchsorted(self._numbers, twins), max(len(self._numbers) - 1, 0))
         for twin, place in zip(twins.tolist(), at.tolist(), strict=True):
             if twin < 0:

@@ -1,6 +1,6 @@
 """Read .gz, .zst, .xz and .bz2 files in bounded memory, including files that contain several streams or frames.
 
-A file that is truncated, is corrupt, or has other data after the last stream raises a `RecordError`.
+Reading raises a `RecordError` if a file is truncated or corrupt, or has other data after the last stream.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _FED = 1 << 12
 
 
 class Form(NamedTuple):
-    """A detected file format, with advice for the user."""
+    """The name of a detected file format, and the advice to show in the error message."""
 
     name: str
     right: str
 
 
 def form_of(start: bytes) -> Form | None:
-    """Detect the format of a file from its first bytes; None for text and unknown formats."""
+    """Detect the format of a file from its first bytes; return None for UTF-8 text and unknown formats."""
     if start.startswith(b"BZh") and start[4:10] != b"1AY&SY":
         return None
     for ending, magic in MAGIC.items():
@@ -56,7 +56,7 @@ def form_of(start: bytes) -> Form | None:
 
 
 def text_form(start: bytes) -> Form | None:
-    """Detect printable UTF-8 text from the first bytes of a file; return None for other content."""
+    """Detect from its first bytes whether a file is printable UTF-8 text; return None if it is not."""
     try:
         text = getincrementaldecoder("utf-8-sig")().decode(start)
     except UnicodeDecodeError:
@@ -92,7 +92,7 @@ def _maker(compression: str, name: str) -> Callable[[], Any]:
 
 
 class _Gunzip(gzip.GzipFile):
-    """A raw file of decompressed bytes. Corrupt data raises a `RecordError`."""
+    """Reads the decompressed bytes of a .gz file. Corrupt data raises a `RecordError`."""
 
     begins = False
     """Whether the file starts with the gzip magic bytes."""
@@ -109,7 +109,7 @@ class _Gunzip(gzip.GzipFile):
 
 
 class _Streams(io.RawIOBase):
-    """A raw file with the concatenated content of all streams in a compressed file."""
+    """Reads the decompressed bytes of all streams in a .zst, .xz or .bz2 file."""
 
     def __init__(self, source: io.BufferedReader[io.RawIOBase], compression: str, make: Callable[[], Any]) -> None:
         self._source, self._compression, self._make = source, compression, make
@@ -186,7 +186,7 @@ class _Streams(io.RawIOBase):
 
 
 def _begins(start: bytes, compression: str) -> bool:
-    """Whether the file may have this compression, judging from its first bytes."""
+    """Whether a file can be in the given compression format, according to its first bytes."""
     magic = MAGIC[compression]
     is_frame = compression == ".zst" and start[:4].startswith(SKIPPABLE)
     return is_frame or start.startswith(magic) or magic.startswith(start)

@@ -1,4 +1,4 @@
-"""Open local files and remote objects. Objects are read a few MiB at a time, with read-ahead."""
+"""Open local files and remote objects. Remote objects are read in blocks of up to 4 MiB, with read-ahead."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ _CHUNK = 1 << 20
 
 
 def open_raw(path: Place, log: ReadLog | None = None, *, stop: int | None = None) -> io.RawIOBase:
-    """Open a file without decompressing it; `log` records the bytes read. The caller reads only bytes before `stop`."""
+    """Open a file without decompressing it. `log` records which bytes are read. The caller must read only bytes before
+    `stop`.
+    """
     if isinstance(path, Url):
         return RemoteFile(path, log, stop=stop)
     return io.FileIO(path) if log is None else LoggedFile(path, log)
 
 
 def has_bytes(path: Place, read: BytesRead) -> bool:
-    """Whether a file still has the bytes that were read and, if its end was reached, the same size."""
+    """Whether a file still contains the bytes that were read before and, if it was read to the end, still has the same
+    size.
+    """
     log = ReadLog()
     try:
         with open_raw(path, log) as file:
@@ -43,7 +47,7 @@ def has_bytes(path: Place, read: BytesRead) -> bool:
 
 
 class LoggedFile(io.FileIO):
-    """A local file that records the bytes read in a log."""
+    """A local file that logs which bytes are read."""
 
     def __init__(self, path: Path, log: ReadLog) -> None:
         super().__init__(path)
@@ -63,7 +67,7 @@ class LoggedFile(io.FileIO):
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote object opened for reading. `log` records the bytes read, and read-ahead ends at `stop`."""
+    """A remote object opened for reading. `log` records which bytes are read; read-ahead stops at the offset `stop`."""
 
     def __init__(self, url: Url, log: ReadLog | None = None, *, stop: int | None = None) -> None:
         self._url, self._log, self._stop = url, log, stop
@@ -116,7 +120,9 @@ class RemoteFile(io.RawIOBase):
         return self._size
 
     def _load(self) -> None:
-        """Read the block at the current position; for sequential access, also start to read the next block."""
+        """Read the block at the current position; if access is sequential, also start to read the next block in the
+        background.
+        """
         end = self._stop if self._stop is not None and self._at < self._stop else self._end()
         is_first = not len(self._block)
         goes_on = not is_first and self._at == self._start + len(self._block)

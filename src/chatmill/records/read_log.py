@@ -1,4 +1,4 @@
-"""Log which bytes of a file were read, and hash them."""
+"""Record which bytes of a file were read, and the hash of these bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class BytesRead:
-    """The bytes read from a file: their ranges, their hash, and the end of the file if it was reached."""
+    """The byte ranges that were read from a file, the hash of these bytes, and the file size if the file was read to
+    the end.
+    """
 
     ranges: tuple[tuple[int, int], ...]
     sha256: str
@@ -25,7 +27,9 @@ class BytesRead:
 
 
 class ReadLog:
-    """Hashes the bytes of a file as they are read. The file may be read in any order, and opened several times."""
+    """Records and hashes the bytes of a file as they are read. Bytes can be read in any order, and the file can be
+    opened more than once.
+    """
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
@@ -33,7 +37,7 @@ class ReadLog:
         self._ends: set[int] = set()
 
     def add(self, start: int, data: memoryview) -> None:
-        """Add the bytes read at `start`; empty `data` means the end of the file."""
+        """Record that `data` was read at the offset `start`; empty `data` means that the file ends there."""
         if not len(data):
             self._ends.add(start)
         elif self._ranges and self._ranges[-1][1] == start:

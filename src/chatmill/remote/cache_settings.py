@@ -20,7 +20,9 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "m
 
 
 def configure(folder: str | None, size: int | str | None) -> None:
-    """Set the folder and maximum size of the cache for this process and its children; None keeps a setting."""
+    """Set the folder and the maximum size of the cache for this process and its child processes. None leaves a setting
+    unchanged.
+    """
     if folder is not None:
         os.environ[FOLDER] = str(local_path(folder))
     if size is not None:
@@ -42,9 +44,9 @@ def parse_size(text: str, name: str) -> int:
 
 
 def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks")) -> Path:
-    """Create the cache folder and the subfolders in `parts`, and return the cache folder.
+    """Create the cache folder with the subfolders `parts`, and return its path.
 
-    Raise `UsageError` if other users can write to the folder.
+    Raise `UsageError` if other users can write to the cache folder.
     """
     named = os.environ.get(FOLDER)
     path = Path(named or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "chatmill")
@@ -67,7 +69,7 @@ def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks"
 def _check_own(path: Path, *, may_change: bool = False) -> None:
     """Create a folder if it does not exist; raise `UsageError` if other users can write to it.
 
-    With `may_change`, remove the write permission of other users instead of raising an error.
+    If `may_change` is true, remove the write permission of other users instead of raising the error.
     """
     try:
         status = path.lstat()

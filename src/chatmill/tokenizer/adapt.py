@@ -1,7 +1,7 @@
-"""Adapt `tokenizers` and `transformers` tokenizers, so that the public functions accept them.
+"""Adapters for `tokenizers` and `transformers` tokenizers, so that chatmill's public functions accept them.
 
-A fast tokenizer is opened like its tokenizer.json. A slow tokenizer runs as Python code, and its ids are checked: text
-must not become a control token.
+A fast tokenizer is serialized to JSON and opened like a tokenizer.json file. A slow tokenizer is called directly, and
+its ids are checked, because text must not be encoded as a control token.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ The cache keeps the original objects alive, so that no other object gets the sam
 
 
 def text_tokenizer(tokenizer: Any, *families: Mapping[str, str]) -> TextTokenizer:
-    """Return a tokenizer from any library as an object with `encode` and `special_token_ids`.
+    """Return an object with the methods `encode` and `special_token_ids` for a tokenizer from any library.
 
-    Each mapping in `families` maps keys to control tokens. The first family whose tokens are all in the vocabulary is
+    Each mapping in `families` maps names to control tokens. The first mapping whose tokens are all in the vocabulary is
     used.
     """
     if _has(tokenizer, "encode", "special_token_ids"):
@@ -64,7 +64,7 @@ def _family(name: str, families: tuple[Mapping[str, str], ...], known: Mapping[s
 
 
 def _opened_engine(name: str, engine: Any, control: dict[str, str]) -> Tokenizer:
-    """Open the vocabulary of a `tokenizers.Tokenizer`. The result is cached until the tokenizer changes."""
+    """Convert a `tokenizers.Tokenizer` to a chatmill tokenizer. The result is cached until the tokenizer changes."""
     # Import the module here, because the import is slow.
     from chatmill.tokenizer.tokenizer_json import TokenizerJson
 
@@ -81,7 +81,7 @@ def _opened_engine(name: str, engine: Any, control: dict[str, str]) -> Tokenizer
 
 
 class _SlowTokenizer:
-    """A slow (pure Python) transformers tokenizer."""
+    """Adapter for a slow (pure Python) transformers tokenizer."""
 
     def __init__(self, name: str, tokenizer: Any, control: Mapping[str, str]) -> None:
         self._name, self._tokenizer = name, tokenizer

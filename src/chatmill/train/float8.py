@@ -1,8 +1,8 @@
-"""float8 matrix products in linear layers, using torchao, for GPUs that support them.
+"""Train linear layers with float8 matrix products, using torchao, on GPUs that support float8.
 
 Each matrix product scales its operands by their largest absolute value and rounds them to float8, in the forward and
-the backward pass. The output of a layer has the dtype of the hidden states. The stored weights, the parameter names and
-the output head do not change.
+the backward pass. The output of a layer has the dtype of the hidden states. Parameters keep their names and dtypes, and
+the output head is not converted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ RECIPE = "tensorwise"
 
 
 def check_float8(device: torch.device, *, block_size: int) -> None:
-    """Raise `UsageError` if the device or the row length does not support float8 matrix products."""
+    """Raise `UsageError` if the device does not support float8 matrix products or `block_size` is not a multiple of
+    16.
+    """
     where = "a CPU"
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -41,7 +43,7 @@ def check_float8(device: torch.device, *, block_size: int) -> None:
 
 
 def use_float8(model: CausalModel, *, emulate: bool = False) -> None:
-    """Replace the linear layers of all blocks with float8 layers that have the same weights.
+    """Replace the linear layers of all transformer blocks with float8 layers that have the same weights.
 
     With `emulate`, values are rounded to float8 but multiplied in the precision of the input. Emulation works on any
     device.

@@ -1,4 +1,6 @@
-"""Data and models at URLs: the config that a run stores, the cache, and download progress."""
+"""Support for runs with data at a URL: the config stored in the run folder, the local cache, and the download
+progress.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ SECONDS = 5.0
 
 
 def storable_config(config: TrainConfig, data: Place) -> TrainConfig:
-    """Return the config to store in the run folder, without passwords or signatures in URLs."""
+    """Return the config to store in the run folder, with passwords and signatures removed from the dataset URL."""
     if isinstance(model := place(config.init_from_model or ""), Url) and str(model) != model.address:
         raise UsageError(
             f"{model}: init_from_model is a URL with credentials, which are not stored; download the model and "
@@ -29,7 +31,7 @@ def storable_config(config: TrainConfig, data: Place) -> TrainConfig:
 
 
 def configure_cache(config: TrainConfig, data: Place) -> None:
-    """Configure the cache of a run. If the data is at a URL, also check the cache settings."""
+    """Configure the local cache of remote files. If the data of the run is at a URL, also check the cache settings."""
     configure(config.cache_dir, config.cache_size)
     if isinstance(data, Url):
         cache_folder()
@@ -38,7 +40,9 @@ def configure_cache(config: TrainConfig, data: Place) -> None:
 
 @contextmanager
 def shown_downloads(loader: EpisodeLoader | None, say: Callable[[str], None]) -> Iterator[None]:
-    """Print the download progress of a loader every few seconds until all downloads are done."""
+    """Print the download progress of a loader every few seconds while the `with` block runs, until all downloads are
+    done.
+    """
     if loader is None or loader.downloads is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""The results of training: the metrics of a step, and the result of a run."""
+"""Data classes for the metrics of a training step and the result of a training run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class StepRecord(NamedTuple):
-    """The metrics of one step."""
+    """The metrics of one training step."""
 
     step: int
     """Number of steps in the run so far, including this step."""
@@ -31,7 +31,7 @@ class StepRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a run."""
+    """The result of a training run."""
 
     folder: Path
     checkpoint: Path | None

@@ -1,4 +1,6 @@
-"""Loss spikes: steps whose loss is far above the loss of previous steps, and the conversations that caused them."""
+"""Find loss spikes, which are steps with a much higher loss than previous steps, and the conversations that caused
+them.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ SPIKE = "spike"
 
 @dataclass
 class LossSpikes:
-    """Finds loss spikes in a run. All ranks see the same losses and find the same spikes."""
+    """Finds loss spikes in a run. All ranks get the same losses, so they find the same spikes."""
 
     loader: EpisodeLoader
     world: World
@@ -52,7 +54,9 @@ class LossSpikes:
 
     @classmethod
     def of_run(cls, state: TrainState, run_dir: RunDir) -> Self:
-        """For a resumed run, read the most recent losses from the run's metrics. All ranks must call this function."""
+        """Create the detector for a run; if the run is resumed, read its last losses from the metrics. All ranks must
+        call this function.
+        """
         metrics = read_metrics(run_dir.folder) if state.world.is_first else ()
         lines = [line for line in metrics if isinstance(line.get("loss"), float)]
         mine = [[line["loss"] for line in lines[-WINDOW:]], sum(SPIKE in line for line in lines)]
@@ -61,8 +65,8 @@ class LossSpikes:
         return cls(state.loader, state.world, run_dir.print, after, deque(losses, maxlen=WINDOW), count)
 
     def follow(self, step: int, result: StepResult) -> dict[str, float]:
-        """If a step is a loss spike, print a line and return its entry for the metrics; otherwise, return an empty
-        dict.
+        """If a step is a loss spike, print a message and return the values to add to the step's metrics; otherwise,
+        return an empty dict.
 
         All ranks must call `follow` for every step that has a loss.
         """
@@ -85,7 +89,8 @@ class LossSpikes:
 
 
 def not_finite(rows: Sequence[RowLoss], state: TrainState) -> str:
-    """Explain a step whose loss or gradient is not finite: name its worst conversations, and suggest a fix.
+    """Return an error message for a step with a non-finite loss or gradient, which lists the conversations with the
+    highest losses and suggests a fix.
 
     All ranks must call this function.
     """
@@ -104,7 +109,9 @@ def not_finite(rows: Sequence[RowLoss], state: TrainState) -> str:
 
 
 def worst(rows: Sequence[RowLoss], loader: EpisodeLoader, world: World, *, usual: float = 0.0) -> list[str]:
-    """Return the conversations on all ranks that add the most loss above `usual`; non-finite losses come first."""
+    """Return the conversations on all ranks that add the most loss above the value `usual`. Conversations with a
+    non-finite loss come first.
+    """
 
     def key(row: RowLoss) -> tuple[float, int, int]:
         above = (row.loss - usual) * row.weight if math.isfinite(row.loss) else math.inf
@@ -119,9 +126,7 @@ def worst(rows: Sequence[RowLoss], loader: EpisodeLoader, world: World, *, usual
 
 
 def conversation_name(loader: EpisodeLoader, episode: int, segment: int, *details: str) -> str:
-    """Format a conversation as file:line, if known, with its episode and details, such as `chat.jsonl:12 (episode 11,
-    loss 9.2)`.
-    """
+    """Format the location and details of a conversation, such as `chat.jsonl:12 (episode 11, loss 9.2)`."""
     number, source, place = episode, "", None
     with suppress(ChatmillError):
         origin = conversation(loader.sources, loader.split, episode, segment)

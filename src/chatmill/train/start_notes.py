@@ -1,4 +1,4 @@
-"""Notes about data and settings that a run prints before the first step."""
+"""Notes about the data and the config that a run prints before the first step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chatmill.store.primer_cache import PrimerCache
 
 
 class NonAnswers(NamedTuple):
-    """The tokens outside answers that a run trains on because use_loss_mask is false."""
+    """Token counts of a run that also trains on tokens outside answers, because `use_loss_mask` is false."""
 
     non_answers: int
     """Number of trained tokens that the loss mask does not mark."""
@@ -33,10 +33,10 @@ class NonAnswers(NamedTuple):
 
 
 def count_non_answers(loader: EpisodeLoader) -> NonAnswers | None:
-    """Count the tokens outside answers that the run trains on per epoch. Return None if the run trains only on answers,
-    or if no source has a mask.
+    """Count the tokens outside answers that the run trains on in each epoch. Return None if the run trains only on
+    answers, or if no source has a loss mask.
 
-    Token counts come from the metadata or, for datasets without metadata, from the masks.
+    The counts are read from the metadata or, for datasets without metadata, computed from the loss masks.
     """
     sources = [source for source in loader.sources if source.has_mask]
     if loader.config.use_loss_mask or not sources:
@@ -47,7 +47,9 @@ def count_non_answers(loader: EpisodeLoader) -> NonAnswers | None:
 
 
 def _conversations(source: DataSource, split: str) -> int:
-    """Return the number of conversations in a split; an episode that is a packed row has several conversations."""
+    """Return the number of conversations in a split. An episode contains several conversations if it is a packed
+    row.
+    """
     metadata = source.dataset.metadata
     if metadata is None:
         return len(source.episodes(split))
@@ -55,7 +57,9 @@ def _conversations(source: DataSource, split: str) -> int:
 
 
 def cache_lengths(loader: EpisodeLoader) -> Iterator[str]:
-    """Yield a note about caches whose `T_max` differs from `block_size`, with the effect on their rows."""
+    """Yield a note if the maximum row length `T_max` of a cache differs from `block_size`. The note says how many rows
+    are truncated.
+    """
     block_size = loader.config.block_size
     caches = [source.dataset for source in loader.sources if isinstance(source.dataset, PrimerCache)]
     others = [cache for cache in caches if cache.meta.T_max != block_size]

@@ -1,4 +1,4 @@
-"""All trials, in the order of the results table."""
+"""A list of all fault-injection trials, in the order of the results table."""
 
 from fault_injection.trial import Trial
 from fault_injection.trials import (

@@ -1,5 +1,5 @@
-"""Modify checkpoints and update their hashes to match. A run that resumes from a modified checkpoint must give the same
-result or stop with a one-line error.
+"""Modify checkpoints in many ways, and update the stored hashes to match. A run that resumes from a modified checkpoint
+must give the same result or stop with a one-line error.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def wrong_values(state: dict[str, Any], rng: random.Random) -> Iterator[Attack]:
 
 
 def moved_cursors() -> Iterator[Attack]:
-    """Yield attacks that move all cursors of a checkpoint consistently, so that only the audit log on disk differs."""
+    """Yield attacks that change all cursors of a checkpoint consistently, so that the checkpoint contradicts only the
+    audit log on disk.
+    """
 
     def move(name: str, change: Callable[[int], int]) -> Callable[[dict[str, Any]], None]:
         def edit(body: dict[str, Any]) -> None:

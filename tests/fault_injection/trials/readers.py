@@ -34,7 +34,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def doubt(shape: str, data: bytes, record: Record) -> str:
-    """Return the reason why this record cannot come from these bytes, or an empty string if it can."""
+    """Return why `record` cannot be the result of parsing `data`, or an empty string if it can."""
     # A transcript line that is neither a JSON string nor an object is raw text.
     is_raw = shape.startswith("transcript-") or (shape == "transcript" and data.lstrip()[:1] not in (b'"', b"{"))
     for message in record.messages:

@@ -295,7 +295,7 @@ OF_LINES = (
 
 @pytest.mark.parametrize("filter", OF_LINES)
 def test_no_filter_turns_text_into_a_literal(filter):
-    """A literal may become a control token, but message text must not."""
+    """Literal text of a template can be encoded as a control token, but message text must not be."""
     source = "{{ ('a ' + content) | " + filter + " }}"
     trace, items = Trace([]), []
     for content in ("Q", "Q\nQ Q", "Q Q\n\n QQQQQQQQ\r\nQ", "QQQQQQQQQQQQQQ Q"):

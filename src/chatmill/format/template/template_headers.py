@@ -1,4 +1,4 @@
-"""Encode the headers of a chat template, to check finished rows against them."""
+"""Encode the turn headers of a chat template, to check that encoded rows contain them in the right places."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TemplateTextIds = tuple[list[int], list[bool], str]
 def template_text_ids(
     text: str, encoder: ControlEncoder, control_tokens: ControlTokens, text_tokens: ControlTokens
 ) -> TemplateTextIds:
-    """Encode literal text of the template, such as a header, exactly as in a row."""
+    """Encode text that the template itself writes, such as a header, exactly as it is encoded in a row."""
     parts: list[tuple[str, bool]] = []
     start = 0
     for match in control_tokens.find(text):
@@ -47,7 +47,7 @@ def template_text_ids(
 
 @dataclass
 class TemplateHeaders:
-    """Encodes the headers of a renderer's templates and creates the row check."""
+    """Encodes the turn headers of chat templates, and creates a check of encoded rows."""
 
     encoder: ControlEncoder
     control_tokens: ControlTokens
@@ -56,14 +56,16 @@ class TemplateHeaders:
     _check: tuple[tuple[int, ...], RowCheck] | None = field(default=None, init=False)
 
     def expected(self, derived: DerivedAnswers) -> ExpectedAnswers | None:
-        """Return the headers that must precede the answers of a row, or None if generation tags mark the answers."""
+        """Return the encoded headers that must precede the answers of a row, or None if generation tags mark the
+        answers.
+        """
         if not derived.contexts:
             return None
         rewrites = not self.encoder.by_sections or self.encoder.normalizes
         return expected_answers(derived.contexts, self._ids, rewrites=rewrites, strips=bool(self.encoder.lstrip))
 
     def row_check(self, turn_marks: Mapping[int, TurnMarks]) -> RowCheck:
-        """Return the row check for the templates with the given turn marks."""
+        """Return a check of encoded rows against the headers and end tokens in `turn_marks`."""
         used = tuple(sorted(turn_marks))
         if self._check is None or self._check[0] != used:
             marks = [turn_marks[number] for number in used]

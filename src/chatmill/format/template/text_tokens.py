@@ -33,7 +33,7 @@ ID = "call00001"
 
 
 def _turns(*roles: str) -> list[Message]:
-    """Return one message for each role, with the contents `QzUser0`, `QzAssistant1` and so on."""
+    """Return messages of the given roles, with the contents `QzUser0`, `QzAssistant1` and so on."""
     return [
         new_message(
             role, f"Qz{role.title()}{at}", **({"name": "weather", "tool_call_id": ID} if role == "tool" else {})
@@ -142,7 +142,6 @@ class _Turns:
         return {*ends, *(({*header[: max(1, size)]} & self._in_all_openings()) - {*tags})}
 
     def _word_before(self, text: str, number: int) -> bool:
-        """Whether there is text between control token `number` of a text and the previous control token."""
         matches = self.tokens.find(text)
         return bool(text[matches[number - 1].end() if number else 0 : matches[number].start()].strip())
 

@@ -107,7 +107,7 @@ def _revision(keys: TheirKeys) -> str:
 
 
 def _take_layout(translation: Translation, keys: TheirKeys, layout: Layout) -> bool:
-    """Choose how records are rendered; return whether the rows are plain text."""
+    """Convert the keys that select the chat template; return whether the datasets are plain text without turns."""
     template, jinja = keys.text("chat_template"), keys.text("chat_template_jinja")
     if "text" in layout.kinds and len(layout.kinds) > 1:
         other = layout.kinds.get("chat") or layout.kinds["style"]
@@ -227,7 +227,9 @@ def _take_training(translation: Translation, keys: TheirKeys) -> None:
 
 
 def _steps_of_batch_size(translation: Translation, keys: TheirKeys) -> int:
-    """Return the number of accumulation steps that `batch_size` implies; 1 if `batch_size` has no effect."""
+    """Return the number of gradient accumulation steps that Axolotl computes from `batch_size`; 1 if `batch_size` has
+    no effect.
+    """
     rows, micro = keys.integer("batch_size", least=1, most=2**24), keys.peek("micro_batch_size")
     if rows is None:
         return 1

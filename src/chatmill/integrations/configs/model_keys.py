@@ -1,4 +1,6 @@
-"""Read keys for adapters, quantization, precision, activation checkpointing and sharding."""
+"""Convert the config keys of other trainers for adapters, quantization, precision, activation checkpointing and
+sharding.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ HEADS = ("lm_head", "embed_out", "output")
 
 @dataclass(frozen=True)
 class LoraNames:
-    """A trainer's names and defaults for the LoRA keys."""
+    """The names and defaults of the LoRA keys in the configs of a trainer."""
 
     rank: str = "lora_r"
     dropout: str = "lora_dropout"
@@ -33,7 +35,9 @@ class LoraNames:
 
 
 def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, used: bool, all_linear: str = "") -> None:
-    """Read the LoRA keys; `all_linear` is the name of a separate key that selects all linear layers."""
+    """Convert the LoRA keys. `all_linear` is the name of the trainer's switch that selects all linear layers, if it has
+    one.
+    """
     rank, alpha = keys.integer(names.rank, least=1, most=2**20), keys.number("lora_alpha")
     dropout, targets = keys.number(names.dropout, most=1), keys.texts(names.targets, separator=names.separator)
     rslora = keys.switch(names.rslora)
@@ -84,7 +88,7 @@ def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, us
 
 
 def _targets(targets: list[str] | None, names: LoraNames, *, linear: bool) -> tuple[Any, list[str]]:
-    """Split the target modules into supported modules and output heads."""
+    """Return the target modules that chatmill supports, and the names of output heads, which it does not support."""
     if linear or targets in ([names.all_linear], ["all-linear"]):
         return "all-linear", []
     if targets is None:
@@ -99,7 +103,7 @@ def _targets(targets: list[str] | None, names: LoraNames, *, linear: bool) -> tu
 
 
 def take_four_bits(translation: Translation, keys: TheirKeys, name: str, *, lora: bool) -> None:
-    """Read the key for 4-bit weights, which require adapters."""
+    """Convert the key that enables 4-bit weights, which chatmill supports only with adapters."""
     value = keys.switch(name)
     if value is None:
         return
@@ -127,7 +131,7 @@ def take_eight_bits(translation: Translation, keys: TheirKeys, name: str = "load
 
 
 def take_precision(translation: Translation, keys: TheirKeys, *, bf16: str = "bf16", fp16: str = "fp16") -> None:
-    """Read the compute precision; chatmill does not support float16."""
+    """Convert the keys for bfloat16 and float16 computation; chatmill does not support float16."""
     brain, half = keys.pop(bf16), keys.pop(fp16)
     if brain is not None:
         if brain in (True, "true", "full"):
@@ -148,7 +152,7 @@ def take_precision(translation: Translation, keys: TheirKeys, *, bf16: str = "bf
 
 
 def take_checkpointing(translation: Translation, keys: TheirKeys, *, default: bool) -> None:
-    """Read the keys for gradient checkpointing and for offloading activations to host memory."""
+    """Convert the keys for gradient checkpointing and for offloading activations to host memory."""
     value = keys.pop("gradient_checkpointing")
     if value is None:
         if default and "activation_checkpointing" not in translation.train:
@@ -173,7 +177,9 @@ def take_checkpointing(translation: Translation, keys: TheirKeys, *, default: bo
 
 
 def take_sharding(translation: Translation, keys: TheirKeys) -> None:
-    """Convert FSDP and ZeRO-3 to `parallel: fsdp`; other ZeRO stages have no counterpart."""
+    """Convert the keys for FSDP and DeepSpeed ZeRO-3 to `parallel: fsdp`; chatmill has no counterpart to other ZeRO
+    stages.
+    """
     for name in ("fsdp", "fsdp_config", "deepspeed"):
         value = keys.pop(name)
         if value is None:

@@ -11,7 +11,7 @@ from chatmill.prepare.yaml_loader import RecipeLoader
 
 
 class TrainerYaml(RecipeLoader):
-    """A YAML loader that rejects tags, merge keys and duplicate keys."""
+    """A YAML loader that parses booleans like other trainers, and rejects tags, merge keys and duplicate keys."""
 
 
 for _tag, _words in (("bool", "yes no true false on off"), ("null", "null")):

@@ -1,4 +1,4 @@
-"""The `sharegpt` and `tool` shapes, in which tool calls and results are separate turns.
+"""Parse the record shapes `sharegpt` and `tool`, in which tool calls and tool results are separate turns.
 
 sharegpt   `conversations` of from and value, with `function_call` and `observation` turns
 tool       `messages` with `assistant_toolcall` and `toolresult` turns

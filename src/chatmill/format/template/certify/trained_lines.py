@@ -1,4 +1,4 @@
-"""The certificate lines about training: the ids, the answers, and where answers start and end."""
+"""The lines of a template certificate about training: token ids, answers, and where answers start and end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ RELATIONS = {
 
 
 def _plain_refused(seen: Observations, line: str) -> Finding | None:
-    """If a plain conversation is rejected with an error that belongs to `line`, return a FAIL, otherwise None."""
+    """Return a FAIL for the certificate line `line` if the template rejects a plain test conversation with an error
+    about this line, otherwise None.
+    """
     for record in PLAIN:
         if (fault := seen.faults.get(record.id)) is not None and line_of(fault) == line:
             details = {"refused": record.id, "kind": fault.kind}
@@ -35,8 +37,8 @@ def _plain_refused(seen: Observations, line: str) -> Finding | None:
 
 
 def reason(seen: Observations, record: Record, fault: RecordError) -> str:
-    """Return the reason why a probe is rejected, and a possible fix. If an end token is missing, also quote the
-    template line.
+    """Return why a test conversation was rejected and how to fix it. If an end token is missing, also quote the
+    template line that wrote the end of the answer.
     """
     text = f"{fault.what}; {fault.right}"
     if fault.kind != "no_end_token":
@@ -130,12 +132,11 @@ def terminator(seen: Observations) -> Finding:
 
 
 def _quote_end(seen: Observations, probe: Rendered, answer: CheckedAnswer) -> str:
-    """Quote the template line that produced the end of an answer."""
     return _quote(seen, probe.record, probe.text.find(answer.text) + len(answer.text))
 
 
 def _quote(seen: Observations, record: Record, stop: int) -> str:
-    """Quote the template line that produced the text before `stop`."""
+    """Return the template line that wrote the character before offset `stop`, as a quotation."""
     template = seen.renderer.templates[bool(record.tools)]
     pieces = seen.renderer.derive(record).rendering.pieces
     ends = accumulate(len(piece.text) for piece in pieces)

@@ -1,7 +1,7 @@
-"""Limits on the steps, characters and CPU time of one rendering.
+"""Limits on the number of steps, the output size and the CPU time of a chat template when it renders a conversation.
 
-A template that exceeds a limit is stopped with an error that names the line. If a single operation takes too long, the
-renderer kills the template process (see `chatmill.format.template.process`).
+A template that exceeds a limit is stopped with an error that names the template line. If a single operation takes too
+long, the renderer kills the template process (see `chatmill.format.template.process`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TimeLimitError(Exception):
 
 @dataclass
 class Meter:
-    """The limits of one rendering, and the number of steps so far."""
+    """The limits that apply while a template renders one conversation, and the number of steps so far."""
 
     max_characters: int = CHARACTERS
     max_steps: int = STEPS
@@ -38,7 +38,7 @@ class Meter:
     steps: int = 0
 
     def step(self) -> None:
-        """Count one loop iteration or call, and raise if a limit is exceeded."""
+        """Count one loop iteration or function call, and raise an error if a limit is exceeded."""
         self.steps += 1
         if self.steps > self.max_steps:
             raise LimitError(f"the limit of {self.max_steps:,} steps was exceeded")
@@ -51,5 +51,7 @@ class Meter:
 
 
 def meter_for(characters: int, messages: int, deadline: float) -> Meter:
-    """Return the limits for a conversation. The number of steps may be quadratic in the number of messages."""
+    """Return the limits for a conversation. The maximum number of steps grows quadratically with the number of
+    messages.
+    """
     return Meter(CHARACTERS + GROWTH * characters, STEPS + 64 * messages**2, deadline)
