@@ -1,9 +1,9 @@
 """Generate the benchmark data: conversations with realistic lengths.
 
-English prose comes from the docstrings of the Python installation, and code from its sources. Text in other languages
-consists of random words in eight other scripts, such as Greek and Han. `python benchmarks/corpus.py` generates the data
-once, from a fixed seed, and stores it in `benchmarks/.data`. Use `--input` and `--tokenizer` to run a benchmark on your
-own data.
+English prose is taken from the docstrings of Python's standard library, and code from its source files. Text in other
+languages consists of random words in eight other scripts, such as Greek and Han. `python benchmarks/corpus.py`
+generates the data once, from a fixed seed, and stores it in `benchmarks/.data`. Use `--input` and `--tokenizer` to run
+a benchmark on your own data.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def test_lower_bound_equals_searchsorted(column, value, low):
 
 
 def test_reading_requires_only_numpy():
-    """A container image for training may contain only numpy, torch and safetensors."""
+    """Container images for training often contain only numpy, torch and safetensors."""
     absent = ["msgspec", "typer", "rich", "tokenizers", "jinja2", "torch"]
     code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import chatmill.store.read, chatmill.store.verify"
     subprocess.run([sys.executable, "-c", code], check=True)

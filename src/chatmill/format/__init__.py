@@ -1,8 +1,8 @@
 """Chat formats and renderers, which turn conversations into token ids and a loss mask.
 
-`ChatFormat` is a chat format, and `TurnMarkers` the markers of one role.
+`ChatFormat` defines a chat format, and `TurnMarkers` defines how the turns of one role begin and end.
 `load_format` and `parse_format` return a `ChatFormat`, and `PRESETS` lists the built-in names.
-`Renderer` is a chat format with its tokenizer.
+A `Renderer` combines a chat format with a tokenizer.
 `open_renderer` opens a `Renderer`, and `resolve_format` chooses the format.
 `TurnRenderer` renders with a `ChatFormat`, and `TemplateRenderer` with a Hugging Face chat template.
 `TemplateOptions`, `Mask` and `TextTokens` are options for chat templates.

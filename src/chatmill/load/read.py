@@ -154,7 +154,9 @@ class EpisodeReader:
         return Places(shard, number, start.view(np.int64), length.view(np.int64))
 
     def last_tokens(self, episodes: Index, capacity: int) -> StoredEpisodes:
-        """Return the locations of the given episodes, with at most their last `capacity` tokens."""
+        """Return the locations of the tokens and spans of the given episodes. If an episode is longer than `capacity`,
+        only its last `capacity` tokens are included.
+        """
         for part in self._parts:
             part.drop_evicted()
         places = self.locate(episodes)
@@ -209,7 +211,9 @@ class EpisodeReader:
         return self._damaged(int(episodes.shard[which]), SPANS, "spans do not exactly cover the tokens of their rows")
 
     def _stored_spans(self, places: Places) -> StoredSpans:
-        """An episode that is stored with a mask but without spans has one span for each run of equal mask values."""
+        """Return the locations of all spans. An episode that is stored with a mask but without spans gets one span for
+        each run of equal mask values.
+        """
         count = len(places.shard)
         begin, end, which = np.zeros((3, count), dtype=np.int64)
         several: list[tuple[Selection, Index, Index]] = []

@@ -50,8 +50,8 @@ class Duplicates:
 
 
 def find_duplicates(staged: Sequence[StagedFile], job: Job, excluded: Sequence[Flags] | None = None) -> Duplicates:
-    """Find all duplicates. Among equal records, the record from the source with the highest precedence is kept and,
-    within that source, the first record.
+    """Find all duplicate records. Among equal records, the record from the source with the highest precedence is kept
+    and, within that source, the first record.
 
     `excluded` contains a boolean array for each file, which marks the rows of records to skip.
     """
@@ -83,7 +83,7 @@ def find_duplicates(staged: Sequence[StagedFile], job: Job, excluded: Sequence[F
 
 
 def record_begins(unit: StagedHead) -> Flags:
-    """Whether each row is the first row of its record."""
+    """Return, for each row, whether it is the first row of its record."""
     begins: Flags = np.diff(unit.record, prepend=-1) != 0
     return begins
 

@@ -169,7 +169,7 @@ def _pairs(a: list[NDArray[Any]], b: list[NDArray[Any]]) -> tuple[Index, Index]:
 
 
 class _Conversations:
-    """The hashes of all conversations of a dataset, numbered across splits."""
+    """The hashes of all conversations of a dataset. Conversations are numbered across splits."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -273,7 +273,7 @@ def _sums(words: Words, start: Index) -> Words:
 
 
 def is_padding(rows: Rows) -> NDArray[np.bool_]:
-    """Whether each segment consists only of padding."""
+    """Return, for each segment, whether it consists only of padding."""
     spans = np.diff(rows.first_span)
     padding: Index = np.diff(offsets(rows.spans["part"] == Part.PAD)[rows.first_span])
     only: NDArray[np.bool_] = (spans > 0) & (padding == spans)

@@ -290,8 +290,8 @@ def conversation_losses(
 ) -> NDArray[np.float64]:
     """Return Σ weight · loss and Σ weight for every row, as an array of shape (2, rows).
 
-    Each row is one conversation. If a conversation has more than `block_size` + 1 tokens, only its last `block_size` +
-    1 tokens are kept.
+    Each row contains one conversation. If a conversation has more than `block_size` + 1 tokens, only its last
+    `block_size` + 1 tokens are kept.
     """
     kept = truncate(rows, block_size + 1, "tail", ledger=Ledger(), drop_untrained=False, min_tokens=0)
     bins = pack_lengths(kept.lengths, block_size + 1)

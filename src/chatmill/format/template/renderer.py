@@ -71,8 +71,8 @@ class TemplateRenderer:
         strip_prompt_space: bool = False,
         kwargs: str = "",
     ) -> None:
-        """`text_tokens` contains the added tokens that message text may be encoded to. If `text_tokens` is None, the
-        tokens are determined from the template.
+        """`text_tokens` contains the added tokens, such as `<think>`, that are recognized in message text. If
+        `text_tokens` is None, these tokens are determined from the template.
 
         `kwargs` contains the `chat_template_kwargs` of the records to render, as JSON. `arguments` must include the
         values in `kwargs`.
@@ -106,7 +106,7 @@ class TemplateRenderer:
             added = unmarked_tokens(raw) if raw is not None else frozenset()
             text_tokens = learn_text_tokens(self._probe, self.control_tokens, added - folder.marked_special - self.ends)
         self.text_tokens = ControlTokens({token: tokenizer.control_ids[token] for token in sorted(text_tokens)})
-        """The added tokens that message text may be encoded to."""
+        """The added tokens, such as `<think>`, that are recognized in message text."""
         self.encoder = ControlEncoder(tokenizer, raw, text_tokens=self.text_tokens.ids)
         self._tokenizer = tokenizer
         self._cache = TraceCache()
@@ -119,7 +119,9 @@ class TemplateRenderer:
 
     @cached_property
     def tokens(self) -> dict[str, str]:
-        """Control tokens by key: the special tokens of the tokenizer, and `eot` for the token that ends an answer."""
+        """Maps names to control tokens: `bos`, `eos` and other special tokens of the tokenizer, and `eot`, the token
+        that ends an answer.
+        """
         special = {
             name.removesuffix("_token"): token
             for name, token in self.folder.special.items()

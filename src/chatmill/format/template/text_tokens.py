@@ -1,9 +1,9 @@
-"""Find the added tokens, such as `<think>`, that the text of a message may be encoded to.
+"""Find the added tokens, such as `<think>`, that are recognized in the text of messages.
 
-Text is never encoded to special tokens. Text is also never encoded to added tokens that the template writes in a header
-or at the end of a turn, such as DeepSeek's `<｜User｜>`. All other added tokens are considered tags inside answers, so
-text can contain them. To find the tokens in headers and at turn ends, the template renders small conversations with
-words that occur in no template:
+Special tokens are never recognized in text. Added tokens that the template writes in a header or at the end of a turn,
+such as DeepSeek's `<｜User｜>`, are not recognized either. All other added tokens are considered tags inside answers,
+and are recognized. To find the tokens in headers and at turn ends, the template renders small conversations with words
+that occur in no template:
 
     <｜User｜> QzUser0 <｜Assistant｜></think> QzAssistant1 <｜end▁of▁sentence｜> <｜User｜> QzUser2
     header            header       tag                  end                 header

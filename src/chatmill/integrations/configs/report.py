@@ -166,7 +166,7 @@ class TheirKeys:
         )
 
     def texts(self, name: str, *, separator: str | None = None) -> list[str] | None:
-        """Remove a key and return its list of strings; `separator` splits a single string."""
+        """Remove a key and return its value as a list of strings; a single string is split at `separator`."""
         value = self.pop(name)
         if isinstance(value, str):
             value = [part.strip() for part in value.split(separator)] if separator else [value]
@@ -249,7 +249,7 @@ class Translation:
         self.results.append(KeyResult(key, value, "default", {}, note))
 
     def none(self, key: str, value: Any, note: str) -> None:
-        """Report an imported key without a counterpart in chatmill; `note` states the effect."""
+        """Report an imported key that has no counterpart in chatmill; `note` explains what this means for the run."""
         self.results.append(KeyResult(key, value, "none", {}, note))
 
     def refuse(self, key: str, value: Any, reason: str) -> None:

@@ -1,7 +1,7 @@
 """Parse the record shapes `sharegpt` and `tool`, in which tool calls and tool results are separate turns.
 
-sharegpt   `conversations` of from and value, with `function_call` and `observation` turns
-tool       `messages` with `assistant_toolcall` and `toolresult` turns
+sharegpt   `conversations` with `from` and `value`, including `function_call` and `observation` turns
+tool       `messages` with `role` and `content`, including `assistant_toolcall` and `toolresult` turns
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PLAIN_TOOL = PlainMessages("role", "content", fields.TEXT_ROLES)
 
 
 def sharegpt(record: Object) -> ParsedRecord:
-    """Parse one record; a top-level `system` becomes the first message."""
+    """Parse a record of the shape `sharegpt`; a top-level `system` prompt becomes the first message."""
     return fields.read_record(record, _sharegpt_messages)
 
 
@@ -42,7 +42,7 @@ def _sharegpt_messages(record: KeyReader) -> list[Message]:
 
 
 def tool(record: Object) -> ParsedRecord:
-    """Parse one record; a top-level `system` becomes the first message."""
+    """Parse a record of the shape `tool`; a top-level `system` prompt becomes the first message."""
     return fields.read_record(record, _tool_messages)
 
 

@@ -20,7 +20,7 @@ MAX_INT_BITS = 4096
 
 
 class LimitError(TemplateError):
-    """The template exceeded a limit."""
+    """The template exceeded a limit, for example on the number of steps or on the size of its output."""
 
 
 class TimeLimitError(Exception):

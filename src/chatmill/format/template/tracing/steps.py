@@ -67,8 +67,8 @@ def cut_pattern(*args: Any) -> tuple[Any, ...]:
     """Apply a string method that returns one or more slices, such as `strip` or `split`, to a text that consists of
     several pieces.
 
-    Return two tuples. The first tuple contains the pieces of each slice as (index of the piece, literal), where the
-    literal is None for a piece of message text. The second tuple contains the texts of these pieces of message text.
+    The first returned tuple contains the pieces of each slice as (index of the piece, literal), where the literal is
+    None for a piece of message text. The second returned tuple contains the texts of these pieces of message text.
     `count` is the expected number of slices; if the actual number differs, both tuples are empty.
     """
     *values, name, method_args, pattern, count = args
@@ -106,12 +106,12 @@ def begins_with(*args: Any) -> bool:
 
 
 def escape_json(text: str, ensure_ascii: bool) -> str:
-    """Return a text escaped for use inside a JSON string."""
+    """Escape a string for use inside a JSON string."""
     return json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]
 
 
 def escape_html(text: str) -> str:
-    """Return a text escaped like Jinja's filter `escape`."""
+    """Escape a string like Jinja's filter `escape`."""
     for character, name in (("&", "&amp;"), (">", "&gt;"), ("<", "&lt;"), ("'", "&#39;"), ('"', "&#34;")):
         text = text.replace(character, name)
     return text
