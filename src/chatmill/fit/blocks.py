@@ -7,7 +7,8 @@
 Blocks are planned one after the other, because the start of a block determines how many tokens are injected, and thus
 where the next block starts. All other steps are vectorized.
 
-A block that starts at a marker or at EOS does not reopen a turn, even if the previous turn was not closed.
+If a block starts with EOS or with the marker token of a turn, no turn is reopened in the block, even if the previous
+turn was not closed.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def pack_chat_blocks(
     eos_id: int,
     remainder: Remainder = "pad",
 ) -> tuple[list[list[int]], list[list[bool]]]:
-    """Split documents of token ids into blocks of `block_size` ids; return blocks and loss masks. EOS is added to each
-    document.
+    """Split documents of token ids into blocks of `block_size` ids; return blocks and loss masks. EOS is appended to
+    each document.
 
     >>> markers = {"system_id": 1, "user_id": 2, "assistant_id": 3, "end_id": 4, "eos_id": 5}
     >>> blocks, masks = pack_chat_blocks([[2, 10, 4, 3, 11, 4]], block_size=8, **markers)
@@ -63,8 +64,8 @@ def cut_blocks(rows: Rows, block_size: int, *, remainder: Remainder = "pad", led
     Each row is a document: one or more conversations that each end with EOS. Every turn must start with a marker token.
 
     A block that starts inside a user turn or tool result begins with the conversation's last complete system turn, if
-    that turn fits, and the user marker. If a reopened user turn does not end in its second block, the rest of its
-    document is omitted. The last block is padded with EOS or dropped.
+    that turn fits, and the user marker. If a reopened user turn does not end in its second block, the remaining
+    tokens of its document are dropped. The last block is padded with EOS or dropped.
 
     The loss mask includes an answer only if the block contains the whole answer, the last user turn before the answer
     is complete in the block, and every earlier answer in the block is closed. Turns before an EOS do not affect the
@@ -76,7 +77,7 @@ def cut_blocks(rows: Rows, block_size: int, *, remainder: Remainder = "pad", led
 def stream_blocks(
     chunks: Iterable[Rows], block_size: int, *, remainder: Remainder = "pad", ledger: Ledger | None = None
 ) -> Iterator[Rows]:
-    """Yield the blocks that `cut_blocks` would return for all chunks together, in bounded memory."""
+    """Yield the blocks that `cut_blocks` would return for the concatenated chunks, without storing all chunks."""
     carry, at = EMPTY, 0
     for chunk in chunks:
         rows = concat([carry, chunk])
@@ -93,7 +94,7 @@ def stream_blocks(
 def _blocks(
     rows: Rows, block_size: int, at: int, *, last: bool, remainder: Remainder, ledger: Ledger | None
 ) -> tuple[Rows, int]:
-    """Return the blocks from token `at` on, and their end; if `last` is true, the final block may be partial."""
+    """Split the tokens from position `at` on into blocks; return the blocks, and the position where they end."""
     if block_size < 1:
         raise DataError(f"block_size is {block_size}; expected at least 1")
     if remainder not in ("pad", "drop"):
@@ -135,7 +136,9 @@ def _turns(rows: Rows) -> _BlockTurns:
 
 
 class _Cuts(NamedTuple):
-    """Each block's token range [start, stop), and the system and user turns injected before it (-1 if none)."""
+    """For each block, its token range [start, stop), and the indices of the system turn and the user turn that are
+    injected before it (-1 for none).
+    """
 
     start: Index
     stop: Index
@@ -146,7 +149,7 @@ class _Cuts(NamedTuple):
 
 
 def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_Cuts, int]:
-    """Return the bounds of the blocks from token `at` on, and the end of the last block.
+    """Return the bounds of the blocks from token `at` on, and the position where the last block ends.
 
     A partial final block is allowed only if `last` is true.
     """
@@ -196,7 +199,7 @@ def _weigh(rows: Rows, turns: TurnStates, cuts: _Cuts) -> Table:
 
 
 def _plan(rows: Rows, turns: TurnStates, cuts: _Cuts, padding: int) -> GatherPlan:
-    """Plan each block: an optional system turn, an optional user marker, then pieces of conversations."""
+    """Plan the tokens of each block: an optional system turn, an optional user marker, then pieces of conversations."""
     block, segment, start, stop = _pieces(rows, cuts.start, cuts.stop)
     count, first = len(cuts.start), np.searchsorted(block, np.arange(len(cuts.start) + 1))
     # Reserve two slots before the pieces of each block, for the system turn and the user marker.
@@ -221,7 +224,7 @@ def _plan(rows: Rows, turns: TurnStates, cuts: _Cuts, padding: int) -> GatherPla
 
 
 def _pieces(rows: Rows, start: Index, stop: Index) -> tuple[Index, Index, Index, Index]:
-    """Split token ranges at conversation boundaries; return the range, segment, start and stop of each piece."""
+    """Split token ranges at conversation boundaries; return the range index, segment, start and stop of each piece."""
     filled = np.flatnonzero(np.diff(rows.segment_start))
     border = np.append(rows.segment_start[filled], len(rows.ids))
     first = np.searchsorted(border, start, side="right") - 1
@@ -238,7 +241,7 @@ def _eos_padding(eos: int, length: int) -> Rows:
 
 
 def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, at: int, end: int) -> None:
-    """Count the tokens that the blocks add, omit or exclude from training.
+    """Add the tokens that the blocks inject, pad, omit or exclude from training to the ledger.
 
     A conversation that is split into three blocks becomes three rows; the ledger counts two of the rows as repeated,
     with 0 tokens.

@@ -40,7 +40,11 @@ STRETCH = 16
 
 @dataclass(frozen=True)
 class Truncation:
-    """New rows, each made of three possibly empty ranges of one source row: head, context and trained part."""
+    """The token ranges of new rows.
+
+    Each new row consists of three ranges of one source row: the head (such as the system turn), context that is not
+    trained on, and the tokens that are kept after the context. A range can be empty.
+    """
 
     source: Index
     start: Index
@@ -171,7 +175,9 @@ def _plan(cut: Truncation) -> GatherPlan:
 
 
 def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Truncation, NDArray[np.bool_]]:
-    """Truncate the long rows. Also return whether each new row starts or ends inside an answer."""
+    """Truncate the rows that are longer than `capacity`. For each new row, also return whether it starts inside an
+    answer, and whether it ends inside an answer.
+    """
     if rule == "error":
         raise _too_long(rows, int(long[0]), capacity)
     few = rows.take(long)
@@ -195,8 +201,8 @@ def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Tr
 
 
 def _exchanges(rows: Rows, capacity: int) -> Truncation:
-    """Keep the head and as many complete exchanges from the end as fit. If the last exchange does not fit, keep the row
-    as it is.
+    """Keep the head (such as the system turn) and as many complete exchanges from the end as fit. If the last exchange
+    does not fit, keep the whole row.
 
         system | user asst | user asst tool asst | user asst | user      too long
         system | user asst | user asst tool asst | user asst             remove what follows the last trained exchange
@@ -274,20 +280,20 @@ def _whole(rows: Rows, capacity: int = 0) -> Truncation:
 
 
 def _ranges(head: tuple[Index, Index], tail: tuple[Index, Index]) -> Truncation:
-    """Return one new row per source row: a head, an empty context, and a tail."""
+    """Return one new row per source row, made of the token ranges `head` and `tail` of the source row."""
     start, stop = (np.column_stack([head[end], tail[0], tail[end]]) for end in (0, 1))
     return Truncation(np.arange(len(start)), start, stop)
 
 
 def _windows(rows: Rows, capacity: int) -> Truncation:
-    """Split each row into several rows, so that each token is trained on once.
+    """Split each row into several rows, called windows; each trained token is trained on in exactly one window.
 
         row         system | user asst | user asst | user asst
         window 1    system | user asst                            trained: the first exchange
         window 2    system |      asst | user asst                trained: the second exchange
         window 3    system                  r asst | user asst    trained: the third exchange
 
-    The other tokens of a window are context: the system turn, and as many of the preceding tokens as fit.
+    The other tokens of a window are untrained context: the system turn, and as many of the preceding tokens as fit.
 
     A window contains as many complete exchanges as fit. An exchange longer than a window is split: the first part fills
     a window, and each further window reserves half of its space for the preceding tokens. A system turn longer than
@@ -317,7 +323,7 @@ def _windows(rows: Rows, capacity: int) -> Truncation:
 
 
 def _window_ends(at: int, stop: int, boundaries: list[int], room: int, first_exchange: int) -> list[int]:
-    """Return the end of the trained range of each window; `boundaries` are the starts of the exchanges."""
+    """Return the positions at which the trained tokens of the windows end; `boundaries` is where exchanges start."""
     ends = []
     whole = True
     while at < stop:
@@ -371,7 +377,7 @@ def _answers_cut(rows: Rows, cut: Truncation) -> tuple[NDArray[np.bool_], NDArra
 
 
 def _keeps_header(rows: Rows, cut: Truncation) -> NDArray[np.bool_]:
-    """Return whether the head of each new row includes the header of a removed message.
+    """For each new row, return whether it keeps the header of a message whose content was removed.
 
     Some templates write tools or the system text into the first user message, after its header:
 

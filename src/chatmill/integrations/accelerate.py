@@ -68,7 +68,7 @@ def train_loader(
 class AcceleratorBatches:
     """The micro-batches of a run on one rank, in the format that Hugging Face models expect.
 
-    A micro-batch is a dict with the columns from `causal_lm_columns` and the value `step_weight`.
+    A micro-batch is a dict with the columns from `causal_lm_columns`, and `step_weight`, the divisor of the loss.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class AcceleratorBatches:
             )
 
     def __len__(self) -> int:
-        """Return the number of micro-batches in the whole run, including those already read."""
+        """Return the number of micro-batches in the whole run, including micro-batches that were already read."""
         return self.steps * self.accumulation
 
     @property

@@ -4,7 +4,7 @@
     window   2^16 positions -> rows: one episode each, or packed best fit and permuted by (seed, epoch, window)
     step     batch_size rows: the global batch, the same for any number of ranks, workers and threads
 
-A plan is a pure function of a `Cursor`, and each step contains the cursor of the next step.
+A plan computes each batch from its `Cursor` alone, and returns the cursor of the next batch with it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from chatmill.rows import Index, offsets
 WINDOW = 1 << 16
 """Number of episodes in a window, which is packed into rows as one unit."""
 BLOCK = 1 << 12
-"""Number of episodes to read from the order at a time."""
+"""Number of episode indices to compute at a time."""
 NO_EPISODES: Index = np.empty(0, dtype=np.int64)
 
 
 class Cursor(NamedTuple):
-    """The start of a batch: the number of batches before it, and the position of its first row."""
+    """The position of a batch: its step, and the epoch, window and row at which it starts."""
 
     step: int = 0
     epoch: int = 0
@@ -45,7 +45,7 @@ class Cursor(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Consecutive rows; row r consists of episodes[first[r]:first[r + 1]]."""
+    """A range of consecutive rows; row r contains the episodes `episodes[first[r]:first[r + 1]]`."""
 
     episodes: Index
     first: Index
@@ -55,7 +55,7 @@ class Window(NamedTuple):
         return len(self.first) - 1
 
     def rows(self, start: int, stop: int) -> Window:
-        """Return rows `start` to `stop`; rows beyond the last are omitted."""
+        """Return rows [start, stop), or fewer rows if `stop` is past the last row."""
         if start == 0 and stop >= self.num_rows:
             return self
         first = self.first[start : stop + 1]
@@ -65,7 +65,10 @@ class Window(NamedTuple):
 
 
 class PlannedStep(NamedTuple):
-    """One global batch; row r consists of episodes[first[r]:first[r + 1]], which are indices over all sources."""
+    """One global batch; row r contains the episodes `episodes[first[r]:first[r + 1]]`.
+
+    Episodes are numbered across all sources.
+    """
 
     at: Cursor
     after: Cursor
@@ -78,21 +81,21 @@ class PlannedStep(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows; the last batch of an epoch may have fewer than `batch_size`."""
+        """Number of rows, which can be less than `batch_size` in the last batch of an epoch."""
         return len(self.first) - 1
 
     def rows(self, start: int, stop: int) -> Window:
-        """Return rows `start` to `stop`; rows beyond the last are omitted."""
+        """Return rows [start, stop) of the batch, or fewer rows if `stop` is past the last row."""
         return Window(self.episodes, self.first).rows(start, stop)
 
 
 class LoadPlan:
-    """The batches of one split: a pure function of the sources, the config and a cursor."""
+    """Plans the batches of one split; equal sources, configs and cursors always give equal batches."""
 
     def __init__(
         self, sources: Sequence[DataSource], config: LoadConfig, split: str, *, in_stored_order: bool = False
     ) -> None:
-        """With `in_stored_order`, episodes keep their stored order, and an incomplete last batch is kept."""
+        """If `in_stored_order` is set, read episodes in the stored order, and keep an incomplete last batch."""
         self.sources = tuple(sources)
         self.config = config
         self.split = split
@@ -127,8 +130,10 @@ class LoadPlan:
 
     @cached_property
     def pass_episodes(self) -> int:
-        """Number of episodes in a pass over the data: all eligible episodes or, with `mix_epochs`, one epoch of the
-        mix.
+        """Number of episodes in one pass over the data.
+
+        These are all episodes with at least `episode_min_tokens` tokens or, with `mix_epochs`, the episodes in one
+        epoch of the mix.
         """
         if self.config.mix_epochs is None or not isinstance(self.order, MixedOrder):
             return self.num_eligible
@@ -144,13 +149,13 @@ class LoadPlan:
     # Functions that return episodes in the order of an epoch.
 
     def episodes(self, ordinals: Index) -> Index:
-        """Convert indices among the eligible episodes to indices among all episodes."""
+        """Convert indices that skip episodes shorter than `episode_min_tokens` to indices over all episodes."""
         if not len(self.skipped):
             return ordinals
         return ordinals + np.searchsorted(self._before_skipped, ordinals, side="right")
 
     def ordinal(self, episode: int) -> int:
-        """Return the index of an episode among the eligible episodes; the inverse of `episodes`."""
+        """Convert an index over all episodes to an index that skips episodes shorter than `episode_min_tokens`."""
         if not 0 <= episode < self.num_episodes:
             raise UsageError(f"no episode {episode} in {self.split}; expected 0 to {self.num_episodes - 1}")
         before = int(np.searchsorted(self.skipped, episode))
@@ -166,9 +171,9 @@ class LoadPlan:
         return self.episodes(self.order.block(epoch, 0, self._limited(count)))
 
     def episodes_from(self, at: Cursor) -> Iterator[Index]:
-        """Yield the episodes after a cursor in blocks, epoch after epoch, indefinitely.
+        """Yield arrays of episode indices, starting at a cursor and continuing through all later epochs, without end.
 
-        With packing, the first block starts at the beginning of the cursor's window.
+        With packing, the first array starts at the beginning of the cursor's window.
         """
         epoch, position = at.epoch, at.window * WINDOW + (at.row if self.config.packing == "none" else 0)
         while True:
@@ -192,7 +197,7 @@ class LoadPlan:
     # Functions that arrange the episodes of a window in rows.
 
     def num_windows(self) -> int | None:
-        """Return the number of windows in an epoch, or None if the order is infinite."""
+        """Return the number of windows in an epoch, or None for random sampling and mixes, which never end."""
         return None if self.order.length is None else -(-self.order.length // WINDOW)
 
     def _pack(self, epoch: int, window: int) -> Window:
@@ -216,11 +221,11 @@ class LoadPlan:
     # Epochs.
 
     def count_rows(self, epoch: int) -> int:
-        """Return the number of rows in an epoch, for orders with epochs."""
+        """Return the number of rows in an epoch, or 0 for random sampling and mixes, which never end."""
         return sum(self._num_rows(epoch, window) for window in range(self.num_windows() or 0))
 
     def num_steps(self, epoch: int) -> int:
-        """Return the number of batches in an epoch, for orders with epochs; raise `UsageError` if there are none."""
+        """Return the number of batches in an epoch; raise `UsageError` if its only batch is incomplete and dropped."""
         steps, remainder = divmod(self.count_rows(epoch), self.config.batch_size)
         if not self.drop_last:
             return steps + (remainder > 0)
@@ -229,7 +234,7 @@ class LoadPlan:
         return steps
 
     def last_episodes(self, epoch: int, rows: int) -> int:
-        """Return the number of episodes in the last `rows` rows of an epoch, for orders with epochs."""
+        """Return the number of episodes in the last `rows` rows of an epoch."""
         episodes = 0
         for window in reversed(range(self.num_windows() or 0)):
             count = self._num_rows(epoch, window)
@@ -251,9 +256,9 @@ class LoadPlan:
         raise AssertionError
 
     def passes(self, at: Cursor) -> float | None:
-        """Return the number of passes over the data before a cursor as a float, or None for the order `random`.
+        """Return the number of passes over the data up to a cursor, such as 1.5, or None for random sampling.
 
-        One pass over a mix has as many episodes as all sources together or, with `mix_epochs`, as one epoch of the mix.
+        One pass over a mix has as many episodes as all sources together; with `mix_epochs`, it is one epoch of the mix.
         """
         if self.config.batch_sampling_mode == "random":
             return None
@@ -265,7 +270,7 @@ class LoadPlan:
     # Steps.
 
     def step(self, at: Cursor) -> PlannedStep:
-        """Return the batch at a cursor."""
+        """Return the batch that starts at a cursor."""
         size, last = self.config.batch_size, self.num_windows()
         begins = at.window == 0 and at.row == 0
         window, row = at.window, at.row
@@ -288,7 +293,7 @@ class LoadPlan:
         return PlannedStep(at, after, *join(parts), begins, ends, NO_EPISODES if dropped is None else dropped)
 
     def _incomplete(self, epoch: int, window: int, row: int) -> Index | None:
-        """Return the episodes from a row to the end of the epoch, or None if they fill a batch."""
+        """Return the episodes from a row to the end of the epoch, or None if they fill at least one batch."""
         remaining: list[Index] = []
         rows = 0
         for number in range(window, self.num_windows() or 0):
@@ -308,7 +313,7 @@ class LoadPlan:
         return Cursor(step, epoch, window, row)
 
     def _epoch_of(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a batch, and the number of batches before the epoch."""
+        """Return the epoch that contains a step, and the number of steps before that epoch."""
         if self.order.length is None:
             return 0, 0
         if self.config.packing == "none":
@@ -350,14 +355,14 @@ class LoadPlan:
 
 @lru_cache(maxsize=8)
 def _one_each(rows: int) -> Index:
-    """Return `Window.first` for rows with one episode each."""
+    """Return the offsets `Window.first` for rows that each contain one episode."""
     first = np.arange(rows + 1, dtype=np.int64)
     first.flags.writeable = False
     return first
 
 
 def pad_rows(rows: Window, count: int) -> Window:
-    """Append empty rows to a window, up to a total of `count` rows."""
+    """Append empty rows to a window until it has `count` rows."""
     missing = count - rows.num_rows
     return rows if not missing else Window(rows.episodes, np.append(rows.first, np.repeat(rows.first[-1:], missing)))
 

@@ -1,12 +1,12 @@
-"""Staged files: the fitted rows of a unit, written by a worker and read by assembly.
+"""Staged files, in which workers store the fitted rows of a unit until the shards of the dataset are written.
 
-    magic · crc32 of the rest · size of the header · header (JSON) · arrays, each at a multiple of 64 bytes
+    magic · crc32 of the following bytes · size of the header · header (JSON) · arrays, each at a multiple of 64 bytes
 
-Each file starts with its *head*: the header and all arrays except tokens and spans. To plan the shards, assembly reads
-only the head of each staged file.
+Each file starts with its *head*: the header and all arrays except tokens and spans. Shards are planned from the heads
+alone.
 
-A staged file gets its final name when it is complete. The file is not synced; after a power loss, its checksum shows
-whether it is intact. In an object store, a staged file becomes visible only when it is complete.
+A staged file is renamed to its final name when it is complete. The file is not synced to disk; after a power loss, its
+checksum shows whether it is intact. In an object store, a staged file becomes visible only when it is complete.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StagedHead:
     """Everything in a staged file except tokens and spans; every row contains one conversation.
 
     For each row, `record` is the index of its record and `trained` the number of its trained tokens. `lines_before` is
-    the number of lines before the unit in its input file; the unit counts its own lines from 1.
+    the number of lines before the unit in its input file, and is added to the line numbers of the origins.
     """
 
     def __init__(self, source: Path | bytes | mmap.mmap, *, lines_before: int = 0) -> None:
@@ -82,7 +82,7 @@ class StagedHead:
         return np.frombuffer(self._data, dtype.base, items, self._base + start).reshape(count, *dtype.shape)
 
     def bytes_of(self, name: str, start: int = 0, stop: int | None = None) -> tuple[int, int]:
-        """Return the byte range of items [start, stop) of an array in the file."""
+        """Return the start and stop, in bytes, of items [start, stop) of an array in the staged file."""
         count, begin = self._places[name]
         size = self._dtypes[name].itemsize
         at = self._base + begin
@@ -95,7 +95,7 @@ class StagedHead:
 
     @property
     def head_size(self) -> int:
-        """Number of bytes before the tokens."""
+        """Number of bytes in the staged file before the token ids."""
         return self.bytes_of("ids")[0]
 
 
@@ -116,7 +116,7 @@ class Staged(StagedHead):
         return Rows(ids, self.spans, self.first_span, self.origins, each, self.files)
 
     def release(self) -> None:
-        """Free the memory of the mapping; pages are read again on access."""
+        """Release the memory of the mapped pages, which are read from the file again on access."""
         self._data.madvise(mmap.MADV_DONTNEED)
 
 
@@ -133,7 +133,7 @@ def _header_size(data: Any) -> int:
 
 
 def read_head(url: Url) -> bytes:
-    """Download a staged file up to its tokens, in few requests; raise `DataError` if the file does not exist."""
+    """Download all bytes of a staged file before its token ids; raise `DataError` if the file does not exist."""
     data = objects.read(url, 0, FIRST_READ)
     if not data.startswith(MAGIC) or len(data) < PREFIX:
         raise DataError(f"{url}: is not a file of staged rows; build without --resume")
@@ -153,10 +153,10 @@ def save(
     extra: Any,
     columns: Mapping[str, NDArray[Any]] = NO_COLUMNS,
 ) -> bytes:
-    """Write rows of one conversation each to a staged file; `tokens` is the dtype of the ids.
+    """Write rows to a staged file; each row must contain one conversation, and `tokens` is the dtype of the token ids.
 
-    `columns` contains additional arrays. If `place` is a URL, return the bytes before the tokens, so that the caller
-    does not have to download them.
+    `columns` maps names to additional arrays to store. If `place` is a URL, return the bytes before the token ids, so
+    that the caller does not have to download them.
     """
     head = (rows.first_span, rows.row_start, rows.origins, record, trained_of_rows(rows))
     arrays: list[NDArray[Any]] = [

@@ -35,7 +35,7 @@ class RecordPreview:
 
 @dataclass(frozen=True)
 class DatasetView:
-    """An open dataset or cache, with the text of its tokens; `without_text` is the reason if text is not available."""
+    """An open dataset or cache, and a decoder for its tokens; `without_text` says why no tokenizer is available."""
 
     dataset: Dataset
     text: TokenText
@@ -54,7 +54,7 @@ class DatasetView:
 
     @property
     def sources(self) -> tuple[str, ...] | None:
-        """The names of the sources, if this is a folder of datasets and caches."""
+        """The names of the sources in a folder of datasets and caches, or None for a single dataset."""
         return tuple(each.name for each in self.dataset.mixed) if isinstance(self.dataset, MixedDataset) else None
 
     @property
@@ -81,7 +81,7 @@ class DatasetView:
 
     @property
     def unrolled(self) -> bool:
-        """Whether conversations were unrolled into one row per answer; if so, a file and line can have several rows."""
+        """Whether conversations were unrolled into one row per answer; if so, one record can have several rows."""
         return bool(self.config.get("unroll"))
 
     @property
@@ -89,7 +89,7 @@ class DatasetView:
         return self.text.tokenizer
 
     def row(self, split: str, episode: int) -> Rows:
-        """Return one episode."""
+        """Return one episode of a split."""
         episodes = self.dataset[split]
         if not 0 <= episode < len(episodes):
             right = f"expected 0 to {len(episodes) - 1:,}" if len(episodes) else "the split is empty"
@@ -127,7 +127,7 @@ class DatasetView:
         return {} if metadata is None else metadata.config
 
     def split_named(self, split: str | None) -> tuple[str, Episodes]:
-        """Return the split with this name, by default the first split that has an episode."""
+        """Return the name and the episodes of a split, by default of the first split that is not empty."""
         if split is None:
             split = next((name for name in self.dataset.splits if len(self.dataset[name])), "train")
         return split, self.dataset[split]
@@ -142,8 +142,9 @@ def open_view(
 ) -> DatasetView:
     """Open a dataset, a cache, or a folder of datasets and caches, with the tokenizer that it was built with.
 
-    `tokenizer` must have the hash that the dataset records; by default, it is looked up next to the dataset.
-    `token_dtype` is passed to `open_dataset`. `sources` are the sources to open in a folder, by default all.
+    `tokenizer` must have the hash that the dataset records. By default, the tokenizer is searched for in the dataset
+    folder, next to the folder, and in the current folder. `token_dtype` is passed to `open_dataset`. `sources` are the
+    names of the sources to open in a folder of datasets; by default, all sources are opened.
     """
     folder = place(path)
     if isinstance(folder, Path) and source_folders(folder):
@@ -178,7 +179,7 @@ def open_view(
 
 
 def _entries(config: Mapping[str, Any], file: str | None) -> Iterator[Mapping[str, Any]]:
-    """Yield the metadata of an input file: its shape, source and `train_on`."""
+    """Yield the options that a dataset records for an input file, such as its shape and `train_on`."""
     listed = config.get("sources")
     for entry in listed if isinstance(listed, list) else ():
         if isinstance(entry, dict) and entry.get("file") == file:
@@ -186,14 +187,14 @@ def _entries(config: Mapping[str, Any], file: str | None) -> Iterator[Mapping[st
 
 
 def dataset_text(dataset: Place) -> TokenText:
-    """Return the text of a dataset's tokens, or token ids if the tokenizer is not found."""
+    """Return a decoder for a dataset's tokens; it shows token ids if the tokenizer is not found."""
     with suppress(ChatmillError):
         return open_view(dataset).text
     return TokenText(None)
 
 
 def _candidates(folder: Place, name: str | None) -> Iterator[str | Path]:
-    """Yield existing paths with this name: in the dataset, next to it, or in the current folder."""
+    """Yield existing paths of a tokenizer: in the dataset folder, next to the folder, and in the current folder."""
     if name is None or name == "bytes":
         yield "bytes"
     elif Path(name).name == name:

@@ -1,6 +1,6 @@
 """The episodes of a dataset split, read from memory-mapped files.
 
-This module requires only numpy, so that a training image can read datasets prepared elsewhere.
+This module requires only numpy, so that datasets can be read where only the packages for training are installed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Episodes:
 
     @cached_property
     def lengths(self) -> Index:
-        """Number of tokens in each episode, from the whole index; use `lengths_of` for a few episodes."""
+        """Number of tokens in each episode; reads the whole index, so use `lengths_of` for a few episodes."""
         parts: list[Index] = [self.array(number, INDEX)["length"].view(np.int64) for number in range(len(self.shards))]
         if len(parts) == 1:
             return parts[0]
@@ -73,16 +73,16 @@ class Episodes:
         return lengths
 
     def tokens(self, number: int) -> NDArray[np.unsignedinteger]:
-        """Return the token ids of one episode as a view of the mapped file, in the stored type."""
+        """Return the token ids of one episode as a view of the mapped file, with the stored dtype."""
         run = self._run(*self._find(number))
         return self.array(run.shard, TOKENS)[run.start : run.stop]
 
     def mask(self, number: int) -> NDArray[np.uint8]:
-        """Return 1 for each trained token of an episode, else 0, as a view of the mapped file."""
+        """Return the loss mask of one episode: 1 for each trained token, and 0 for all other tokens."""
         return self._mask(self._run(*self._find(number)))
 
     def rows(self, numbers: ArrayLike) -> Rows:
-        """Return the episodes at these indexes, in any order and possibly repeated."""
+        """Return the episodes with these indices, which can be in any order and can repeat."""
         chosen = np.asarray(numbers, dtype=np.int64)
         with reading():
             runs = list(self._runs(chosen.tolist()))
@@ -96,7 +96,7 @@ class Episodes:
                 self.check(run.shard for run in runs)
 
     def sweep(self, *, tokens: int = 1 << 22) -> Iterator[Rows]:
-        """Yield all episodes in order, in chunks of about `tokens` tokens, but of at least one episode."""
+        """Yield all episodes in order, in chunks of at most `tokens` tokens, or of one episode that is longer."""
         first = 0
         while first < len(self):
             lengths = self.lengths_of(np.arange(first, min(len(self), first + (1 << 16))))
@@ -172,7 +172,7 @@ class Episodes:
         return shard, number - self._firsts[shard]
 
     def _runs(self, chosen: list[int]) -> Iterator[_EpisodeRun]:
-        """Split the selected episodes into runs of consecutive episodes, whose data is contiguous."""
+        """Split the selected episodes into runs of consecutive episodes whose tokens are contiguous in one shard."""
         at = 0
         while at < len(chosen):
             number = stop = chosen[at]
@@ -200,7 +200,7 @@ class Episodes:
         return _EpisodeRun(shard, episode, count, start, stop)
 
     def _segments(self, run: _EpisodeRun) -> tuple[Table, int, int]:
-        """Return the segments of consecutive episodes, and the range of their spans."""
+        """Return the segments of a run of episodes, and the start and stop of their spans."""
         origins, most = self.array(run.shard, ORIGINS), self.shards[run.shard].records[SPANS]
         row, first_span = origins["row"], origins["first_span"]
         begin = layout.lower_bound(row, run.first)
@@ -226,7 +226,7 @@ class Episodes:
                 file.check()
 
     def drop_evicted(self) -> None:
-        """Unmap all files if the cache evicted one: an evicted file still takes up disk space while it is mapped."""
+        """Unmap all files if the cache has evicted one of them, because a mapped file still takes up disk space."""
         if (eviction := self.stored.last_eviction()) != self._eviction:
             self._eviction = eviction
             if any(file.is_removed() for files in self._mapped.values() for file in files):
@@ -259,12 +259,12 @@ class Episodes:
         return layout.as_records(file, dtype, self.shards[number].records[name], start)
 
     def _place(self, number: int, name: str) -> tuple[Place, np.dtype[Any], int]:
-        """Return the file that contains the named records of a shard, the record type, and the byte offset."""
+        """Return the file that stores the records `name` of a shard, their dtype, and their offset in bytes."""
         shard = self.shards[number]
         return shard.folder / name, layout.record_dtypes(shard.dtype)[name], 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle: everything except the maps."""
+        """Return the state to pickle, without the memory maps and the cached lengths."""
         return {name: value for name, value in vars(self).items() if name not in ("array", "lengths", "_mapped")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -273,7 +273,7 @@ class Episodes:
 
 
 class _EpisodeRun(NamedTuple):
-    """Consecutive episodes of a shard and the range of their tokens."""
+    """Consecutive episodes of a shard, and the start and stop of their tokens."""
 
     shard: int
     first: int
@@ -287,12 +287,12 @@ def _joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
 
 
 def _run_of(counts: ArrayLike, wrong: NDArray[np.bool_]) -> int:
-    """Return the index of the run of episodes that contains the first invalid record; `counts` has records per run."""
+    """Return the index of the run that contains the first invalid record; `counts` is the number of records per run."""
     return int(np.searchsorted(np.cumsum(counts), wrong.argmax(), side="right"))
 
 
 def _copied(table: Table, dtype: np.dtype[Any]) -> Table:
-    """Convert a table to another type; columns that the table does not have are left unset."""
+    """Copy a structured array to another dtype; fields that the array does not have are left uninitialized."""
     out = np.empty(len(table), dtype=dtype)
     for name in dtype.names or ():
         if name in (table.dtype.names or ()):

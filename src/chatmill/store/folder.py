@@ -1,9 +1,9 @@
-"""Read a folder as one version of a dataset, even if the folder is replaced during the read.
+"""Read all files of a dataset from the same version of its folder, even if the folder is replaced during the read.
 
-A dataset is replaced by swapping its folder for another folder. While a dataset is opened, `OpenFolder` reads all files
-through a file descriptor of the folder. Later, `StoredFiles` maps files on demand: each time, it opens the folder again
-and checks that the dataset was not replaced. `StoredFiles` compares the inode number of the metadata, and keeps the
-metadata mapped, because the inode number of a mapped file is not reused.
+A dataset is replaced by swapping its folder for another folder. While a dataset is being opened, `OpenFolder` reads all
+files through a file descriptor of the folder. Later, `StoredFiles` memory-maps files on demand: each time, it opens the
+folder again and checks that the dataset was not replaced. `StoredFiles` compares the inode number of the metadata file,
+and keeps this file mapped, because the inode number of a mapped file is not reused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 class Stamp(NamedTuple):
-    """The parts of a file's status that change when the file is replaced or modified."""
+    """The fields of an `os.stat` result that change when a file is replaced or modified."""
 
     device: int
     inode: int
@@ -45,11 +45,11 @@ class OpenFolder:
     """A folder that is kept open by a file descriptor. The methods accept paths that start with the folder's path."""
 
     def __init__(self, path: Path, absolute: Path | None = None) -> None:
-        """`absolute` is the absolute path, in case the working directory changes."""
+        """`absolute` is the absolute path of the folder, which stays valid if the working directory changes."""
         self.path = path
         self.absolute = path.absolute() if absolute is None else absolute
         self.stamps: dict[Place, Stamp] = {}
-        """The status of each file that was looked up."""
+        """The `Stamp` of each file whose status was read."""
         self.digests: dict[Place, str] = {}
         """The sha256 of each file that was read completely."""
         self._prefix = len(str(path / "x")) - 1
@@ -62,7 +62,7 @@ class OpenFolder:
         os.close(self._fd)
 
     def status(self, path: Place) -> os.stat_result | None:
-        """Return the status of a file or folder, or None if it does not exist."""
+        """Return the `os.stat` result of a file or folder, or None if it does not exist."""
         try:
             status = os.stat(self._name(path), dir_fd=self._fd)
         except OSError as error:
@@ -77,7 +77,7 @@ class OpenFolder:
         return status is not None and stat.S_ISREG(status.st_mode)
 
     def names(self, path: Place) -> list[str]:
-        """Return the sorted names in a folder, or an empty list if the path is not a folder."""
+        """Return the sorted names of the files in a folder, or an empty list if the path is not a folder."""
         try:
             fd = os.open(self._name(path), READ_FLAGS | os.O_DIRECTORY, dir_fd=self._fd)
         except OSError as error:
@@ -126,10 +126,10 @@ class OpenFolder:
 
 
 def in_folder(path: Path, expected: str, work: Callable[[OpenFolder], T]) -> T:
-    """Return the result of `work` on a folder; raise a `DataError` that mentions `expected` if the folder does not
-    exist.
+    """Open a folder and return the result of `work(folder)`; raise `DataError` if the folder does not exist.
 
-    If `work` fails because the folder was replaced, `work` is retried on the new folder.
+    If `work` fails because the folder was replaced, `work` is called again with the new folder. `expected` describes
+    the folder in the error message.
     """
     for _ in range(ATTEMPTS):
         try:
@@ -156,10 +156,10 @@ def _unreadable(path: Place, error: OSError) -> DataError:
 
 
 class StoredFiles:
-    """The files of an open dataset or cache, in the version that was opened; each file is mapped on demand."""
+    """The files of an open dataset or cache, in the version that was opened; files are memory-mapped on demand."""
 
     def __init__(self, folder: OpenFolder, marker: Place) -> None:
-        """`marker` is the file that identifies the dataset: its metadata or, without metadata, its first index."""
+        """`marker` is the file that identifies the dataset: its metadata or, if it has no metadata, its first index."""
         self.path = folder.path
         self._absolute = folder.absolute
         self._marker = marker
@@ -178,14 +178,14 @@ class StoredFiles:
         return Stamp.of(link.stat()) == self._stamps[path]
 
     def map(self, path: Place) -> MappedFile:
-        """Map a file; raise `DataError` if it is not the file that existed when the dataset was opened.
+        """Memory-map a file; raise `DataError` if it is not the file that existed when the dataset was opened.
 
-        Raises `MemoryError` if the system cannot create another map.
+        Raise `MemoryError` if the system cannot create another memory map.
         """
         return self._opened_again(path, lambda folder: folder.map(path))
 
     def read(self, path: Place) -> bytes:
-        """Return all bytes of a file; raise `DataError` like `map`."""
+        """Return all bytes of a file; raise `DataError` if the file has changed since the dataset was opened."""
         return self._opened_again(path, lambda folder: folder.read(path))
 
     def last_eviction(self) -> int:
@@ -228,5 +228,5 @@ class StoredFiles:
         return DataError(f"{self.path}: was replaced while it was being read; open it again")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle; another process checks the folder for changes and maps files again."""
+        """Return the state to pickle, without the memory map; an unpickled object checks the folder for changes."""
         return {**vars(self), "_held": None}

@@ -1,4 +1,7 @@
-"""`Tokenizer` adds the control tokens of a format to a text backend. `token_positions` maps byte offsets to tokens."""
+"""`Tokenizer` adds the control tokens of a chat format to a tokenizer backend.
+
+`token_positions` converts byte offsets in a text to token positions.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ NEAR = 16
 
 
 class Tokenizer:
-    """Converts text to ids and back. No text produces the id of a control token.
+    """Converts text to token ids and back. Text is never encoded as a control token.
 
-    `control` maps the keys of a format to its control tokens. `added` contains control tokens that the backend does not
-    have, with ids above the vocabulary of the backend.
+    `control` maps the keys of a chat format, such as `eot`, to its control tokens. `added` maps control tokens that the
+    backend does not have to ids above the backend's vocabulary.
     """
 
     def __init__(
@@ -47,14 +50,14 @@ class Tokenizer:
         self._ranges = _ranges(sorted(self._tokens))
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of one text."""
+        """Return the token ids of a text."""
         ids: list[int] = self.encode_batch([text])[0].tolist()
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """Return the concatenated ids of all texts, and len(texts)+1 offsets into the ids.
+        """Return the concatenated token ids of all texts, and offsets: text i is `ids[offsets[i]:offsets[i + 1]]`.
 
-        The returned arrays may be read-only.
+        The returned arrays can be read-only.
         """
         try:
             with faults_of(self.name, "a text could not be encoded", "remove the text"):
@@ -73,7 +76,7 @@ class Tokenizer:
         return ids, offsets
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of a sequence of ids.
+        """Return the text of a sequence of token ids.
 
         Control tokens are decoded to their names, and the backend decodes the ids between control tokens. If the
         tokenizer is lossless, text that was encoded in one call is restored exactly.
@@ -92,7 +95,7 @@ class Tokenizer:
         return "".join(parts)
 
     def piece(self, id: int) -> bytes:
-        """Return the bytes of a token. The bytes of a control token are its name."""
+        """Return the bytes of a token, or the name of a control token as bytes."""
         self._check_ids(np.asarray([id], dtype=np.int64))
         if id in self._tokens:
             return self._tokens[id].encode()
@@ -100,7 +103,7 @@ class Tokenizer:
             return self._backend.piece(id)
 
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the `piece` of each id. Pieces are cached."""
+        """Return the bytes of each token; the bytes are cached."""
         known = self._pieces
         for id in set(ids) - known.keys():
             known[id] = self.piece(id)
@@ -111,7 +114,7 @@ class Tokenizer:
         return {}
 
     def byte_lengths(self, ids: Ids) -> NDArray[np.int32]:
-        """Return the length of the `piece` of each id, in bytes."""
+        """Return the length of each token in bytes."""
         lengths = self._byte_lengths.take(ids)
         if len(lengths) and lengths.min() < 0:
             new = np.unique(ids[lengths < 0])
@@ -129,20 +132,20 @@ class Tokenizer:
         return lengths
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a control token of any format, or None if the token is not in the vocabulary."""
+        """Return the id of a control token, or None if the vocabulary does not contain the token."""
         return self.control_ids.get(token)
 
     def opened_for(self, control: Mapping[str, str]) -> Tokenizer:
-        """Return a tokenizer with the same vocabulary for a format with the control tokens `control`."""
+        """Return a tokenizer with the same vocabulary, but with the control tokens of another chat format."""
         added = {token: self.control_ids[token] for token in self._added}
         return Tokenizer(self._backend, name=self.name, control=control, added=added)
 
     def special_token_ids(self) -> dict[str, int]:
-        """Return the id of each control token of the format, by key."""
+        """Return a dict from the format's key for each control token, such as `eot`, to its id."""
         return dict(self._special)
 
     def state(self, *, added_tokens: bool) -> dict[str, Any]:
-        """Return the tokenizer metadata that datasets store.
+        """Return the metadata that a dataset stores about its tokenizer.
 
         The key `besides` lists the added tokens that the format does not use.
         """
@@ -171,14 +174,14 @@ class Tokenizer:
 
 
 def _with_tokens(sha256: str, added: Mapping[str, int]) -> str:
-    """Return one hash for a backend and its added tokens."""
+    """Return a hash of the backend and of the tokens that were added to it."""
     if not added:
         return sha256
     return hashlib.sha256(f"{sha256}\n{json.dumps(added, sort_keys=True)}".encode()).hexdigest()
 
 
 def _ranges(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the runs of consecutive numbers as (first, count)."""
+    """Return each run of consecutive ids as (first id, number of ids)."""
     runs = np.split(np.array(ids, dtype=np.int64), np.flatnonzero(np.diff(ids) != 1) + 1)
     return [(int(run[0]), len(run)) for run in runs if len(run)]
 
@@ -195,18 +198,18 @@ def _check_unicode(texts: Sequence[str]) -> None:
 def token_positions(
     byte_lengths: NDArray[np.integer], start: Offsets, stop: Offsets, *, size: Offsets, offset: Offsets
 ) -> tuple[Offsets, NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return the token position of each `offset` into a text of `size` bytes that was encoded as tokens [start, stop).
+    """Convert a byte `offset` in each text to a token position; a text has `size` bytes and the tokens [start, stop).
 
     The position is the first token that starts at or after the offset. Also return whether the previous token extends
-    past the offset, and whether the position is exact. The position is a guess if the tokens do not decode to the text.
+    past the offset, and whether the position is exact. It is only an estimate if the tokens do not decode to the text.
 
         text     Hello|world      offset 5
         tokens   Hel lo wor ld    position 2
         tokens   Hel low or ld    position 2, inside a token
 
-    A token belongs to the side of the boundary on which it starts. Offsets are counted from the end of the text,
-    because some tokenizers add a space before the first token. `byte_lengths` contains the length of every token in
-    bytes.
+    A token that extends past the offset belongs to the text before the offset. Offsets are counted from the end of the
+    text, because some tokenizers add a space before the first token. `byte_lengths` contains the length of every token
+    in bytes.
     """
     total = _range_sums(byte_lengths, start, stop)
     added = total - size

@@ -1,7 +1,7 @@
 """Count the bytes that a forward pass keeps for the backward pass, without computing or allocating any tensors.
 
 The model runs once on fake tensors, which have shapes and dtypes but no storage. Hooks record each tensor that autograd
-saves. At most two layers of each shape run, because layers of the same shape save the same number of bytes. Counting
+saves. Of the layers with identical weight shapes, at most two run, because they save the same number of bytes. Counting
 fails if an architecture uses operations that do not support fake tensors.
 """
 
@@ -111,7 +111,7 @@ def _shape_of(block: nn.Module) -> tuple[Any, ...]:
 
 @contextmanager
 def few_fake_layers(model: CausalModel, *, of_each: int) -> Iterator[list[int]]:
-    """Give the model fake weights and at most `of_each` layers of each shape; yield the indices of these layers."""
+    """Give the model fake weights, and keep at most `of_each` layers with equal weight shapes; yield their indices."""
     blocks = layers_of(model)
     shapes = [_shape_of(block) for block in blocks]
     kept = [index for index, shape in enumerate(shapes) if shapes[:index].count(shape) < of_each]
@@ -131,7 +131,7 @@ def few_fake_layers(model: CausalModel, *, of_each: int) -> Iterator[list[int]]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Record the tensors that autograd saves in each layer, and how each tensor was computed."""
+    """Records the tensors that autograd saves in each layer, and the inputs from which each tensor was computed."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], *, on_gpu: bool) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _FlexAttention(torch.autograd.Function):
-    """Stand-in for FlexAttention that saves the same tensors: queries, keys, values, result and one float per query."""
+    """Stand-in for FlexAttention that saves the same tensors: queries, keys, values, output and log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class ChatModel:
 
     @property
     def end_id(self) -> int:
-        """The token that ends an answer."""
+        """The id of the token that ends an answer."""
         return self.tokenizer.special_token_ids()[self.renderer.eot]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -51,7 +51,7 @@ class ChatModel:
         return self.renderer.prompt_ids(Record(list(messages)))
 
     def answer(self, messages: Sequence[Message], *, max_tokens: int, sampling: Sampling) -> Iterator[int]:
-        """Yield the tokens of the next answer, including the end token if the model generates one."""
+        """Yield the token ids of the next answer, including the end token if the model generates one."""
         prompt = self.prompt(messages)
         most = self.model.max_positions
         if len(prompt) >= most:
@@ -64,7 +64,7 @@ class ChatModel:
             yield tokens[0]
 
     def text_pieces(self, ids: Iterable[int]) -> Iterator[str]:
-        """Decode a stream of tokens; a character is yielded once all of its bytes have arrived."""
+        """Decode a stream of token ids; a character is yielded as soon as all of its bytes are decoded."""
         decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
         for id in ids:
             yield decoder.decode(self.tokenizer.piece(id))
@@ -170,7 +170,7 @@ def _open_template(folder: Path, spec: str) -> Renderer:
 def find_tokenizer(
     folder: Path, training: Mapping[str, Any], control: Mapping[str, str], named: str | None
 ) -> tuple[str, Tokenizer]:
-    """Find the tokenizer that a model was trained with; return its spec and the opened tokenizer."""
+    """Find the tokenizer that a model was trained with; return its path, or `bytes`, and the opened tokenizer."""
     state = read_optional(folder / TOKENIZER_STATE, "remove the file, and pass the tokenizer with --tokenizer")
     state = state if isinstance(state, dict) else {}
     besides = [str(token) for token in state.get("besides", ())]
@@ -204,7 +204,7 @@ def find_tokenizer(
 
 
 def _places(folder: Path, training: Mapping[str, Any], name: Any) -> Iterator[str]:
-    """Yield the paths where the tokenizer may be."""
+    """Yield the paths at which to search for the tokenizer."""
     if name == "bytes":
         yield "bytes"
         return

@@ -81,7 +81,7 @@ class Checkpoint:
 
 
 def named_tensors(model: CausalModel, optimizer: AnyOptimizer) -> dict[str, Tensor]:
-    """Return the trained weights under the keys weights/NAME, and their optimizer state under optimizer/KIND/NAME."""
+    """Return a dict of the trained weights, as weights/NAME, and of their optimizer state, as optimizer/KIND/NAME."""
     kinds: dict[str, dict[str, Tensor]] = {WEIGHTS: {}}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -167,13 +167,13 @@ def save(
     """Write and publish a checkpoint with this state, and remove all but the last `keep` checkpoints. All ranks must
     call this function.
 
-    If `sharded` is set, every rank writes its own rows of the weights and optimizer state. `about` contains small files
-    for the model folder; if `about` is None, no model folder is written. `save_dtype` is the dtype of the weights in
-    the model folder.
+    If `sharded` is set, every rank writes its shard of the weights and optimizer state. `about` maps the names of
+    additional files in the model folder to their contents; if `about` is None, no model folder is written. `save_dtype`
+    is the dtype of the weights in the model folder.
 
-    `best` is the new target of the link `best`: this checkpoint or an older one. The checkpoint that the link `best`
-    points to and the checkpoint `protected` are not removed. Checkpoints with files that chatmill did not write are not
-    removed either.
+    `best` is the checkpoint that the symbolic link `best` will point to: this checkpoint or an older one. The
+    checkpoint that the link points to and the checkpoint `protected` are not removed. Checkpoints with files that
+    chatmill did not write are not removed either.
     """
     target = folder / step_name(state["step"])
     staging = target.with_name(f".{target.name}.saving")
@@ -275,7 +275,7 @@ def _model_weights(model: CausalModel, world: World, save_dtype: str) -> dict[st
 
 
 def clean(folder: Path) -> None:
-    """Remove the unfinished checkpoints of killed runs."""
+    """Remove unfinished checkpoints, which killed runs leave behind."""
     for path in folder.glob(f".{PREFIX}*.saving"):
         if path.is_symlink():
             files.disk.remove(path)

@@ -1,7 +1,7 @@
 """Generate answers: greedy decoding, sampling, and beam search.
 
 The random draw for a token depends only on the seed, the step, the row and the token's position in the answer. An
-answer can therefore be reproduced without generating the rest of its batch.
+answer can therefore be reproduced without generating the other answers of its batch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def generate(
 ) -> list[list[int]]:
     """Generate an answer to each prompt; return the token ids of each answer, including its end token if it has one.
 
-    The random draws for prompt i use row `first_row` + i. Answers end at an end token, at `max_tokens`, or
+    Prompt i uses the random draws of row `first_row` + i. Answers end at an end token, at `max_tokens`, or
     at the model's maximum sequence length.
 
     >>> import torch
@@ -133,8 +133,8 @@ def _draws(sampling: Sampling, row: int, count: int) -> NDArray[np.float64]:
 
 
 def prefill(model: CausalModel, prompts: Prompts, room: int) -> tuple[Tensor, DecodingCache]:
-    """Run the prompts through the model. Return the logits after each prompt, and a cache with space for `room` more
-    tokens.
+    """Run the prompts through the model. Return the next-token logits of each prompt, and a KV cache with space for
+    `room` more tokens.
     """
     lengths = [len(prompt) for prompt in prompts]
     if min(lengths) < 1:
@@ -241,8 +241,9 @@ def _search(
 
 
 def _candidates(logits: Tensor, active: dict[int, list[_Beam]], count: int) -> dict[int, list[_Beam]]:
-    """Return the `count` best continuations of each prompt's beams. `count` exceeds the number of beams, because some
-    continuations end the answer.
+    """Extend the beams of each prompt by one token; return the `count` best extended beams of each prompt.
+
+    `count` exceeds the number of beams, because some tokens end the answer.
     """
     scores = torch.tensor([[beam.score for beam in beams] for beams in active.values()], dtype=torch.float64)
     logprobs = logits.double().log_softmax(dim=1).unflatten(0, scores.shape) + scores.to(logits.device)[:, :, None]
