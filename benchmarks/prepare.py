@@ -76,7 +76,7 @@ def job_of(data: Data, template: str | None) -> Job:
 
 
 def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
-    """Time a build of the dataset. Removing the previous dataset and flushing earlier writes are not timed."""
+    """Remove the previous dataset and build it again; return the metadata, and the time of the build in seconds."""
     target = folder / "dataset"
     shutil.rmtree(target, ignore_errors=True)
     os.sync()

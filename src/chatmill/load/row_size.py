@@ -1,4 +1,4 @@
-"""The average number of tokens per row of a source, used to mix by tokens."""
+"""Compute the average number of tokens per row of a source, which is needed to mix sources by tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def episode_tokens(source: DataSource, split: str) -> int:
 
 
 def marked_tokens(source: DataSource, split: str) -> int:
-    """Count the tokens that the mask selects in the episodes of a split."""
+    """Count the tokens in the episodes of a split that the loss mask selects."""
     dataset = source.dataset
     if isinstance(dataset, PrimerCache):
         return dataset.meta.splits[split].num_label_tokens
@@ -81,8 +81,8 @@ def _ranges(episodes: Episodes, shard: int) -> tuple[Index, Index]:
 
 
 def _marked(episodes: Episodes, shard: int, start: Index, stop: Index) -> int:
-    """Count the tokens in the given ranges that the mask selects; a token in several ranges is counted
-    once per range.
+    """Count the tokens in the given ranges that the loss mask selects; a token in several ranges is counted once per
+    range.
     """
     with reading():
         mask = episodes.array(shard, MASK)
@@ -94,7 +94,8 @@ def _marked(episodes: Episodes, shard: int, start: Index, stop: Index) -> int:
 def _lost(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
     """Count the tokens of a shard that are not in batches: skipped episodes and truncated starts of episodes.
 
-    With `by_mask`, count only tokens that the mask selects, including the first token of each row, which has no loss.
+    With `by_mask`, count only tokens that the loss mask selects, including the first token of each row, which has no
+    loss.
     """
     episodes = source.episodes(split)
     lost = 0

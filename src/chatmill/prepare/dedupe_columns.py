@@ -56,7 +56,6 @@ Columns = Mapping[str, NDArray[Any]]
 
 @cache
 def _multipliers() -> NDArray[np.uint64]:
-    """Return odd random multipliers for hashing token sequences, computed on first use."""
     return np.random.default_rng(_SEED).integers(0, 2**63, VALUES, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 
 

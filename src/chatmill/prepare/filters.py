@@ -268,7 +268,7 @@ def _passes(predicate: Predicate, record: Record) -> bool:
 
 
 def as_dict(record: Record) -> dict[str, Any]:
-    """Return a record in the form that predicates receive; every message has a role and content.
+    """Return a record as the dict that predicates receive; every message has a role and content.
 
     >>> from chatmill import Record
     >>> as_dict(Record([{"role": "user", "content": "Hi"}]))["messages"]

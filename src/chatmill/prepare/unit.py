@@ -135,7 +135,7 @@ def run_unit(
 ) -> Done:
     """Read, render and fit one unit. With `on_error` "stop", raise the first error of the unit.
 
-    `read` is called like `read_blocks`, and yields the records of the unit.
+    `read` yields the records of the unit, and has the same parameters as `read_blocks`.
     """
     records = _Records(unit, job, renderer, read)
     vocab_size = renderer.tokenizer.vocab_size
@@ -174,7 +174,7 @@ def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[R
 
 
 def finished(unit: Unit, folder: Place) -> Done | None:
-    """Return the result of a unit completed by an interrupted build, or None if it must run again.
+    """Return the result of a unit completed by an interrupted build, or None if the unit must run again.
 
     Raise `ChatmillError` if the input of the unit has changed.
     """
@@ -263,7 +263,7 @@ class _Records:
 
     @property
     def _keeps_columns(self) -> bool:
-        """Whether records can stay in columns, because no step needs them as separate objects."""
+        """Whether records can stay in `ChatColumns`, because no step needs `Record` objects."""
         return not (self._job.unroll or self._tests)
 
     def _passed(self, records: Iterable[Record]) -> Iterator[Record]:

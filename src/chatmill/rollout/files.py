@@ -45,7 +45,7 @@ class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 def read_truth(path: str | Path) -> Iterator[GroundTruth]:
-    """Yield the records of a .jsonl file; raise `RecordError` for an invalid record or a repeated id."""
+    """Yield the ground-truth records of a .jsonl file; raise `RecordError` for an invalid record or a repeated id."""
     seen: dict[str, int] = {}
     file = _one(path)
     name, source = _name(file), source_name(file)

@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device | str) -> Inputs:
-        """Copy a batch from the loader to the model's device."""
+        """Return the model inputs for a batch from the loader, copied to a device."""
         x, y, weights, positions, segments = (
             torch.as_tensor(part) for part in (batch.x, batch.y, batch.weights, batch.positions, batch.segments)
         )
@@ -138,7 +138,7 @@ class CausalModel(nn.Module):
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
-        """Return the repeated layers, which are compiled, checkpointed and sharded one by one."""
+        """Return the transformer layers, which are compiled, checkpointed and sharded one by one."""
 
     @abstractmethod
     def checkpoint_blocks(self, *, offload: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Build the model of a config on the meta device from sizes and file headers, without reading weights."""
+"""Build the model that a config describes on the meta device, from sizes and file headers, without reading weights."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class ModelShape:
 
 
 def shape_of_model(config: TrainConfig, vocab_size: int | None, *, compute: torch.dtype | None) -> ModelShape:
-    """Build the model of a config without reading weights; raise `UsageError` if the vocabulary size is unknown."""
+    """Build the model that a config describes, without reading weights; raise `UsageError` if the vocabulary size is
+    unknown.
+    """
     if config.init_from_model is None:
         size = config.vocab_size or vocab_size
         if size is None:

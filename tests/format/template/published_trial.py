@@ -175,9 +175,7 @@ def share_exact(results: Results) -> float:
 
 
 def refusals(results: Results) -> list[str]:
-    """Return a line for each template and reason for a result that is not exact: `template verdict kind:
-    conversations`.
-    """
+    """Return a line for each template and kind of failure: `template verdict kind: conversations`."""
     lines = []
     for template, outcomes in sorted(results.items()):
         reasons: dict[tuple[str, str], list[str]] = {}

@@ -1,8 +1,7 @@
 """Locate the answers in a rendered conversation by comparing its text with the prompt for each answer.
 
-If the prompt for an answer is a prefix of the rendering, the answer starts where the prompt ends. If the conversation
-up to and including the answer is also a prefix of the rendering, with or without a generation prompt, the answer ends
-with the control tokens at the end of that prefix.
+If the prompt for an answer is a prefix of the rendering, the answer starts where the prompt ends. If the messages up to
+and including the answer also render to a prefix, the answer ends with the control tokens at the end of that prefix.
 """
 
 from __future__ import annotations

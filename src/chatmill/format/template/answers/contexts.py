@@ -130,7 +130,9 @@ class ContextFinder:
         return self._common_with(self.headers.assistant, message, start)
 
     def _prompt(self, message: int) -> tuple[str | None, str]:
-        """Return the prompt and its header, or None and the usual header if the template rejects the prompt."""
+        """Return the prompt for a message and its header; if the template rejects the prompt, return None and the usual
+        header.
+        """
         usual = self.headers.assistant
         try:
             prompt = self.plain(message, True)
@@ -148,7 +150,7 @@ class ContextFinder:
             return prompt, ""
 
     def unmatched(self, message: int, start: int) -> str:
-        """Return the end of the prompt's header that does not precede `start` in the row."""
+        """Return the part of the prompt's header that the row lacks before `start`."""
         header = self._prompt(message)[1]
         return header[self._before(header, start) :]
 
@@ -171,7 +173,7 @@ class ContextFinder:
         return size > 0 and size >= self._core(header) and size == common
 
     def _is_usual(self, header: str) -> bool:
-        """Whether a header starts with the `_core` of the usual assistant header."""
+        """Whether a header starts with the role-specific part (`_core`) of the usual assistant header."""
         usual = self.headers.assistant
         return header.startswith(usual[: self._core(usual)])
 

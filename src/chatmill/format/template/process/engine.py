@@ -118,7 +118,7 @@ class TemplateEngine:
 
 
 def _warm_up() -> None:
-    """Trigger lazy imports and fill caches before the lockdown."""
+    """Trigger lazy imports and fill caches before the process restricts its system calls."""
     engine = TemplateEngine()
     record: Any = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
     opened = messages.OpenTemplates([("warm", WARM_UP)], b"{}", "2000-01-01", ["x"], [], 60.0)
