@@ -78,7 +78,7 @@ def _kind(frame: str) -> str:
 
 
 def hottest(stacks: dict[str, int], count: int = 8) -> list[tuple[str, float, float]]:
-    """Return the functions with the most samples, with their own share and the share including callees."""
+    """Return the functions with the most samples, and the fraction of samples in each, without and with its callees."""
     own, whole = Counter[str](), Counter[str]()
     for stack, samples in stacks.items():
         frames = stack.split(";")

@@ -1,7 +1,9 @@
-"""Compare packing with TRL and torchtune, and measure stream blocks: `python benchmarks/pack.py [--json]`.
+"""Compare packing in chatmill, TRL and torchtune, and time the splitting into blocks.
 
-The floor of each comparison is the time to sort or copy the same numbers. Memory is measured in separate processes. The
-script exits with 1 if a target is missed.
+    python benchmarks/pack.py [--json]
+
+Most comparisons also report a lower bound: the time to sort the lengths or to copy the tokens. Memory is measured in
+separate processes. The script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -106,10 +108,11 @@ SIDES: dict[str, Callable[[int], object]] = {
 
 
 def planning(count: int, runs: int, peak: int) -> Comparison:
-    """Plan which rows are packed together, from their lengths only.
+    """Time how long it takes to decide, from the lengths of rows, which rows are packed together.
 
-    TRL cannot plan without copying tokens, so TRL is timed with tokens of one byte and of zero bytes. TRL is also timed
-    with its default of packing every 1000 rows separately. chatmill is compared with the fastest TRL variant.
+    TRL cannot make this decision without copying tokens, so TRL is timed with tokens of one byte and of zero bytes. TRL
+    is also timed with its default of packing every 1000 rows separately. chatmill is compared with the fastest TRL
+    variant.
     """
     lengths = real_shaped(count)
     seconds, bins = median_of(runs, lambda: pack_lengths(lengths, CAPACITY))
@@ -192,7 +195,7 @@ def copying(count: int, runs: int) -> Comparison:
 
 
 def in_order(count: int, runs: int) -> Comparison:
-    """Compare with torchtune, which fills rows in the order of the conversations."""
+    """Compare packing with torchtune, which packs conversations in their original order."""
     lengths = real_shaped(count)
     rows = one_span_rows(lengths)
     samples = [{"tokens": [0] * length, "labels": [0] * length} for length in lengths.tolist()]
@@ -221,7 +224,9 @@ def in_order(count: int, runs: int) -> Comparison:
 
 
 def streaming(count: int, runs: int) -> Comparison:
-    """Plan and copy stream blocks, including injected tokens and masks, on one core. No peer supports stream blocks."""
+    """Time the splitting of conversations into blocks, including injected tokens and masks, on one core. TRL and
+    torchtune do not support this.
+    """
     rows = post_training_rows(count)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     timings, promises, speeds = [], [], {}
@@ -268,7 +273,9 @@ def one_span_rows(lengths: NDArray[np.int64]) -> Rows:
 
 
 def one_row_at_a_time(lengths: NDArray[np.int64], capacity: int) -> list[int]:
-    """Return the bin of each row by best fit decreasing. Ties go to the oldest bin."""
+    """Assign each row to a bin by best fit decreasing, and return the bin of each row. If several bins fit equally
+    well, the oldest bin is used.
+    """
     bin_of = [0] * len(lengths)
     room: list[int] = []
     bins_with: list[list[int]] = [[] for _ in range(capacity + 1)]

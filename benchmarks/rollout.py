@@ -71,7 +71,7 @@ def main() -> int:
     texts = [tokenizer.decode(ids) for ids, _ in work]
 
     def bare() -> None:
-        """Measure the floor: decode the answer, parse it as JSON, and encode the true objects."""
+        """Decode and parse the answers, and encode the true objects; this is a lower bound for building targets."""
         for (ids, truth), text in zip(work, texts, strict=True):
             tokenizer.decode(ids)
             msgspec.json.decode(text[: text.rindex("}") + 1])
@@ -111,7 +111,9 @@ def main() -> int:
 
 
 def fastest(runs: int, **works: Callable[[], object]) -> dict[str, float]:
-    """Return the minimum CPU time of each function in seconds. Runs alternate, so a slowdown affects every function."""
+    """Return the minimum CPU time of each function in seconds. The functions run in turn, so a slowdown of the machine
+    affects all of them.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in works}
     gc.collect()
     gc.freeze()
@@ -137,8 +139,8 @@ def tokenizer_with_coordinates() -> Tokenizer:
 
 
 def rollout(draw: random.Random, tokenizer: Tokenizer) -> tuple[list[int], list[dict[str, object]]]:
-    """Return an answer of about `TOKENS` tokens with `OBJECTS` objects, and as many true objects. Half of the
-    objects match.
+    """Return an answer with `OBJECTS` objects in about `TOKENS` tokens, and a list of `OBJECTS` true objects. About
+    half of the objects in the answer match a true object.
     """
     found, truth = [], []
     for number in range(OBJECTS):

@@ -82,7 +82,7 @@ class TrainLine:
 
     @property
     def can_warm(self) -> bool:
-        """Whether the configuration compiles kernels; common setups do not."""
+        """Whether the configuration compiles kernels; the `usual` setups do not."""
         return self.side != "usual"
 
 
@@ -97,7 +97,9 @@ def ours(model: str, *, own: bool, of: Precision, then: str, title: str = "", **
 
 
 def peers(model: str, *, of: Precision, then: str, title: str, **more: Any) -> Iterator[TrainLine]:
-    """Yield the peer's best setup, plain and compiled. torch.compile replaces all Liger kernels but the fused loss."""
+    """Yield the fastest setup with transformers, without and with torch.compile. With torch.compile, the fused loss is
+    the only Liger kernel.
+    """
     plain = TrainLine(
         name=f"{model}-peer-{then}",
         what=f"{LIGER}, {title}",
@@ -115,7 +117,9 @@ def peers(model: str, *, of: Precision, then: str, title: str, **more: Any) -> I
 
 
 def full(model: str, **more: Any) -> Iterator[TrainLine]:
-    """Yield the configurations for full fine-tuning: chatmill with three optimizers, the peer in both precisions."""
+    """Yield the configurations for full fine-tuning: chatmill with three optimizers, and transformers with bfloat16 and
+    with float32 weights.
+    """
     yield ours(model, own=True, of=MASTERS, then="adamw", title="adamw (float32 masters)", **more)
     yield ours(model, own=True, of=HALF, then="adamw_bf16", optimizer="adamw_bf16", **more)
     yield from peers(model, of=HALF, then="bf16", title="bf16 weights, fused AdamW", **more)

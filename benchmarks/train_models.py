@@ -46,7 +46,7 @@ def qwen3(shape: dict[str, Any], *, weights: str, block_size: int, device: str, 
 
 
 def quantize(lm: Any, device: str) -> None:
-    """Replace all linear layers except the head with 4-bit layers from bitsandbytes."""
+    """Replace all linear layers except the LM head with 4-bit layers from bitsandbytes."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for layer in lm.model.layers:

@@ -1,4 +1,4 @@
-"""Run chatmill's side of benchmarks/train.py with `train_model`, as a user would."""
+"""Run the chatmill configurations of benchmarks/train.py with `train_model`, as a user would."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chatmill.train.result import StepRecord
 
 
 def run(trial: Trial, folder: Path, measured_from: Any) -> dict[str, Any]:
-    """Train, and return the measurements of the timed steps. Call `measured_from` after creating the model."""
+    """Train, and return the measurements of the timed steps. `measured_from` is called after the model is created."""
     line = trial.line
     config = trial.config(**settings(trial))
     model = make_model(trial)
@@ -69,7 +69,7 @@ def settings(trial: Trial) -> dict[str, Any]:
 
 
 def make_model(trial: Trial) -> CausalModel:
-    """Return the model on its device. The base model of adapters keeps its stored precision."""
+    """Return the model on its device. If adapters are trained, the base model has the dtype `precision.base`."""
     line, device = trial.line, trial.device
     weights = line.precision.base or line.precision.weights
     if line.own:

@@ -47,7 +47,7 @@ def read(path: Path) -> Any:
 
 
 def run(notebook: Any) -> Any:
-    """Execute a copy of a notebook in its folder; return the copy, with standard output only.
+    """Execute a copy of a notebook; return the copy, in which cells have only their standard output.
 
     An exception in a cell is raised as `CellExecutionError`.
     """

@@ -36,7 +36,7 @@ TRUTH = [{"desc": "cat", "bbox_2d": [1, 2, 300, 400]}, {"desc": "bird", "bbox_2d
 def write_folder(folder: Path, name: str, *, special_coordinates: bool = True) -> Path:
     """Write a tokenizer folder with a chat template, but without a model.
 
-    With `special_coordinates=False`, coordinates are not special tokens, which servers omit from their texts.
+    With `special_coordinates=False`, coordinate tokens are not special, so servers include them in the response text.
     """
     template, end = TEMPLATES[name]
     folder.mkdir(parents=True, exist_ok=True)

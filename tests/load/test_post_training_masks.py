@@ -1,6 +1,6 @@
 """Compare loading for post-training, token by token, with a plain Python implementation of the specification.
 
-The oracle represents markers, blocks and masks as lists of tokens, and shares no code with chatmill.
+The Python implementation works on lists of tokens, and shares no code with chatmill.
 """
 
 from __future__ import annotations

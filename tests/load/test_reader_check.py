@@ -1,4 +1,6 @@
-"""Test that a loader rejects unsuitable data readers. The libraries are stubs; see tests/trainers for the real ones."""
+"""Test that a loader rejects libraries that would read its batches incorrectly. The libraries are replaced by stubs;
+tests/trainers uses the real libraries.
+"""
 
 from __future__ import annotations
 

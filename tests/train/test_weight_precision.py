@@ -188,7 +188,7 @@ def test_a_chatmill_gpt_loads_in_the_dtype_of_its_file(tmp_path):
 
 
 def test_fsdp_refuses_layers_with_weights_of_several_dtypes(tmp_path, monkeypatch):
-    """With float32 computation, the norms are float32, but FSDP requires one dtype per layer."""
+    """With float32 computation, the norm weights are float32, but FSDP requires one dtype per layer."""
     model = open_model(folder_of("llama", torch.float32, tmp_path), weights="bfloat16")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with pytest.raises(UsageError, match="the weights of a layer are bfloat16 and float32, which FSDP cannot shard"):

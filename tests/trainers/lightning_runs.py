@@ -127,7 +127,7 @@ def train(
 
 
 def two_rank_runs(dataset: Path, config: Mapping[str, Any], model: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """Do several runs in the same processes, because starting processes is slow."""
+    """Train several times in the same processes, because starting processes is slow."""
     audited = {"model": model, "audit_dir": folder / "audit"}
     return {
         "whole": train(dataset, config, **audited, max_steps=50, checkpoints=folder, save_steps=STEPS + 1),

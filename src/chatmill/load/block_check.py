@@ -1,4 +1,4 @@
-"""Check that a dataset consists of stream blocks, as post-training requires.
+"""Check that a dataset was built with `--fit blocks`, as post-training requires.
 
 In post-training, the model is trained on an answer only if a complete user turn precedes it in the same row. The loader
 would truncate rows of more than block_size + 1 tokens, and rows that are not blocks may start in the middle of a turn.

@@ -1,8 +1,8 @@
 """Compute the row digests of a batch for the audit log.
 
 `sha256_rows` hashes only the data that determines a row, which is a third of its bytes. `blake2b_rows` hashes all
-bytes; logs of earlier versions use it. `_batch.c` computes the same digests as `sha256_rows` while it writes the rows.
-Digests of rows, ranks or steps are combined by addition, modulo 2^64 in each column.
+bytes; audit logs of earlier versions contain its digests. `_batch.c` computes the same digests as `sha256_rows` while
+it writes the rows. Digests of rows, ranks or steps are combined by addition, modulo 2^64 in each column.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ONE = int(np.float32(1).view(np.uint32))
 
 
 def sha256_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
-    """Hash each row with its step, its position in the global batch, and its episodes.
+    """Hash each row together with its step, its position in the global batch, and its episodes.
 
     A trained position nearly always has the next token as its label, and weight 1. The hash covers the tokens, one bit
     for each position (whether the position has a label), and the exceptions: labels other than the next token, and
@@ -57,7 +57,7 @@ class _Sparse:
         self._first = np.searchsorted(rows, np.arange(len(chosen) + 1)).tolist()
 
     def of_row(self, row: int) -> Index:
-        """Return the columns and values of a row's exceptions as one flat array."""
+        """Return the (column, value) pairs of a row's exceptions as one flat array."""
         pairs: Index = self._pairs[self._first[row] : self._first[row + 1]]
         return pairs.ravel()
 

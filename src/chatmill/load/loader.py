@@ -406,7 +406,9 @@ def _differences(state: Mapping[str, Any], dataset_sha256: str, order: Mapping[s
 
 
 def _skip(saved: Any, mine: Mapping[str, int] | None) -> int | None:
-    """Return the number of batches to skip before this worker's first batch, or None if no worker saved the state."""
+    """Return the number of batches to skip before this worker's first batch, or None if no DataLoader worker saved the
+    state.
+    """
     if saved is None:
         return None
     same = ("number", "workers")

@@ -1,4 +1,4 @@
-"""Build a dataset at a URL on a Ray cluster: units are staged as objects, and tasks write the shards.
+"""Build a dataset at a URL on a Ray cluster: workers upload rendered units, and Ray tasks then write the shards.
 
     URL/staging/BUILD/unit_000000_0000.rows     written whole by a worker; BUILD is the hash of the job and its input
     URL/objects/SHA256                          the files of shards, written by the tasks
@@ -48,7 +48,7 @@ class ClusterBuild:
 
     @property
     def units(self) -> Url:
-        """URL of the staged objects; the same for a resumed build."""
+        """URL of the folder with the staged objects; a resumed build uses the same URL."""
         return self.target.url / STAGING / hashlib.sha256(self.fingerprint).hexdigest()
 
     @contextmanager
@@ -66,7 +66,7 @@ class ClusterBuild:
             self.remove_units()
 
     def run(self, units: Sequence[Unit], job: Job, renderer: Renderer) -> Generator[Done, None, None]:
-        """Like `Engine.run`, but units are staged as objects; a resumed build reuses existing objects."""
+        """Like `Engine.run`, but rendered units are uploaded as objects; a resumed build reuses existing objects."""
         return self.engine.run(units, job, renderer, self.units, resume=self.resume)
 
     def staged(self, unit: Unit, done: Done, lines_before: int, folder: Path) -> Iterator[StagedFile]:

@@ -217,7 +217,7 @@ class Job:
     )
 
     def check(self) -> None:
-        """Raise `UsageError` with all errors in one line."""
+        """Raise one `UsageError` that lists all problems of the job."""
         faults = []
         if not any(source.inputs for source in self.sources):
             faults.append("no input")
@@ -300,7 +300,7 @@ class Job:
         return self.sources[number].name if named else None
 
     def default_mix(self) -> dict[str, dict[str, float]]:
-        """The mix of sources for the training config; empty if no source has a weight or epochs."""
+        """Return `mix_epochs` or `mix_sft` for the training config; empty if no source has a weight or epochs."""
         named = [(source.name, source) for source in self.sources if source.name is not None and not source.only_val]
         if any(source.epochs is not None for _, source in named):
             return {"mix_epochs": {name: 1.0 if source.epochs is None else source.epochs for name, source in named}}
@@ -346,5 +346,5 @@ def _safe(name: str | None) -> str | None:
 
 
 def existing(*names: str | None) -> list[Path]:
-    """Return the names that are existing files or folders rather than built-in names."""
+    """Return the names that are paths of existing files or folders, and omit built-in names such as `bytes`."""
     return [Path(name) for name in names if name is not None and os.path.exists(name)]  # noqa: PTH110

@@ -1,7 +1,7 @@
 """Read all records of the inputs in several processes and count them, for `chatmill check`.
 
-Workers read parts of files and return only counts, the first record and the faults. The results are added up in the
-order of the parts, so they do not depend on the number of workers.
+Workers read parts of files and return only counts, the first record and the errors. The counts are added up in the
+order of the parts, so the result does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Survey:
 
 @dataclass
 class _PartRead:
-    """The result of one part; line numbers start at 1 in each part."""
+    """The result of reading one part of a file; line numbers start at 1 in each part."""
 
     survey: Survey
     lines: int
@@ -89,9 +89,9 @@ def survey(
     on_records: Callable[[int], None] = lambda count: None,
     part_bytes: int = PART_BYTES,
 ) -> tuple[Survey, list[FilePart]]:
-    """Return the counts of all records, and one part per file with its shape.
+    """Count all records; return the counts, and a `FilePart` with the record shape of each file.
 
-    Faults are passed to `on_reject` in order; with `on_error` "stop", the first fault is raised.
+    Errors are passed to `on_reject` in the order of the records; with `on_error` "stop", the first error is raised.
     """
     before = InputFiles([inputs])
     planned = partial(plan_files, before.groups[0], shape=shape, options=options, on_error=on_error)
@@ -136,7 +136,7 @@ def _results(
 
 
 def _read(part: FilePart, on_error: OnError, on_records: Callable[[int], None] = lambda count: None) -> _PartRead:
-    """Read one part; with `on_error` "stop", stop reading at the first fault."""
+    """Read one part of a file; with `on_error` "stop", stop at the first invalid record."""
     counts, log, lines, faults = Survey(), ReadLog(), [0], list[RecordError]()
 
     def on_fault(fault: RecordError) -> None:

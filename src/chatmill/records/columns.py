@@ -31,7 +31,7 @@ COMPILED = _columns is not None
 
 @dataclass(frozen=True, eq=False)
 class ChatColumns(Sequence[Record]):
-    """A sequence of plain records from consecutive lines; `Record` objects are created on access."""
+    """Consecutive records that have only roles and texts; `Record` objects are created on access."""
 
     source: str
     file: str
@@ -83,7 +83,7 @@ class ChatColumns(Sequence[Record]):
 def parse(
     block: bytes, at: int, *, source: str, file: str, line: int, parse_lines: Callable[[int, bytes], Sequence[Any]]
 ) -> tuple[int, ChatColumns]:
-    """Parse the consecutive plain lines from byte `at`; return their end offset and their columns.
+    """Parse consecutive plain conversations from byte `at` of a block; return their end offset and their columns.
 
     `parse_lines` is called to create the `Record` objects when they are first accessed.
     """

@@ -167,7 +167,6 @@ def plan_files(
 
 
 def _warn_of_missing_columns(parts: Sequence[FilePart], limit: int, *, stops: bool) -> None:
-    """Warn about each name in `--columns` that is not a key of any of the first records."""
     missing: set[str] = set()
     for part in parts:
         columns = part.options.column_map()

@@ -58,7 +58,7 @@ def remove_standard_input(process: int | None = None) -> None:
 
 
 def _remove_when_terminated() -> None:
-    """Remove the file when a signal ends the process, because atexit handlers do not run then."""
+    """Remove the copy of standard input when a signal ends the process, because atexit handlers do not run then."""
     owner = os.getpid()
 
     def remove_and_end(number: int, frame: Any) -> None:

@@ -41,12 +41,12 @@ class Unrolled:
     """Number of messages after the end of the last row."""
 
     def first(self, count: int) -> Unrolled:
-        """Return only the first `count` rows."""
+        """Return a copy that has only the first `count` rows."""
         return replace(self, rows=self.rows[:count], answers=self.answers[:count], first_new=self.first_new[:count])
 
 
 def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
-    """Return one row per answer that `train_on` or the weight of the answer selects.
+    """Return one row for each answer that `train_on` or the weight of the answer selects for training.
 
     If no answer is selected, the conversation remains one row.
     """

@@ -31,7 +31,7 @@ class RemoteObject(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """The number of objects and bytes downloaded so far, and the totals."""
+    """Number of objects and bytes downloaded so far, and the total number of objects and bytes."""
 
     objects: int
     all_objects: int
@@ -40,7 +40,7 @@ class Progress(NamedTuple):
 
 
 class Prefetch:
-    """Downloads objects to the cache in order, at most `limit` bytes ahead of their use.
+    """Downloads objects to the cache in the given order; at most `limit` bytes are downloaded before they are used.
 
     Call `used` after using an object, so that the next object can be downloaded. An object that cannot be downloaded is
     skipped: the code that needs the object tries the download again, and raises the error if that fails too.
@@ -103,8 +103,8 @@ class Prefetch:
                 self._done_bytes += each.size
 
     def _take(self) -> RemoteObject | None:
-        """Wait until the next object may be downloaded, and return it; return None after the last object or after
-        `stop`.
+        """Wait until there is room for the next object, and return this object; return None after the last object or
+        after `stop`.
         """
         with self._changed:
             while not self._stopped and self._next < len(self._objects):

@@ -1,4 +1,4 @@
-"""Generate the answers of a rollout run: with the model itself, a server, or the log of an earlier run.
+"""Generate the answers for a rollout run with the model or a server, or read them from the log of an earlier run.
 
 Prompts and answers are token ids. Sampling depends only on (seed, step, row).
 """
@@ -70,9 +70,9 @@ class CompletionServer(Server):
 class TextServer(Server):
     """A generator that receives text from an OpenAI-compatible server and encodes it with the task's tokenizer.
 
-    With `api` "completions", the prompt is sent as text. With "chat", the messages are sent, and the server renders
-    them. If the server reports the number of prompt tokens, this number must be the same as in training. The encoded
-    tokens may differ from the tokens that the model generated.
+    With `api` "completions", the prompt is sent as text. With "chat", the messages are sent, and the server applies its
+    chat template. If the server reports the number of prompt tokens, this number must be the same as in training. The
+    encoded tokens may differ from the tokens that the model generated.
     """
 
     task: Task
@@ -237,7 +237,9 @@ def _bearer(variable: str) -> str:
 
 
 def text_counts(generator: Generator) -> list[int]:
-    """Return and reset the counts of a `TextServer`; zeros for other generators."""
+    """Return the counts `as_text` and `retokenized` of a `TextServer`, and reset them; return zeros for other
+    generators.
+    """
     if not isinstance(generator, TextServer):
         return [0, 0]
     counts = [generator.counts["as_text"], generator.counts["retokenized"]]

@@ -115,8 +115,6 @@ def train_rollouts(
 
 
 class _RolloutRun:
-    """The data, model and counters of a rollout run."""
-
     def __init__(self, config: RolloutConfig, folder: Path, world: World, model: CausalModel | None) -> None:
         self.config, self.folder, self.world = config, folder, world
         world.together(lambda: self._open(model))
@@ -176,7 +174,9 @@ class _RolloutRun:
         self.step, self.saved = checkpoint.step, checkpoint.path
 
     def train(self, generator: Generator, run_dir: RunDir, log: BinaryIO | None) -> RolloutResult:
-        """Train for the remaining steps. After a signal, stop at the end of the round, so the run can be resumed."""
+        """Train for the remaining steps. After a signal, stop before the next rollouts are generated, so that the run
+        can be resumed.
+        """
         config = self.config
         rows: list[Rows] = []
         with stop_on_signal() as request:
@@ -267,7 +267,7 @@ class _RolloutRun:
         ]
 
     def _record_numbers(self, first: int, last: int) -> list[int]:
-        """Return the indices of the records for a range of steps."""
+        """Return the indices of the training records for the steps [first, last)."""
         places = np.arange(first * self.config.batch_size, last * self.config.batch_size)
         epochs, inside = np.divmod(places, len(self.truths))
         numbers = [self.order.at(epoch, inside[epochs == epoch]) for epoch in np.unique(epochs).tolist()]

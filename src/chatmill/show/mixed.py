@@ -24,7 +24,7 @@ from chatmill.store.read import Dataset, is_dataset, open_dataset
 
 
 class MixedEpisodes(Episodes):
-    """The rows of one split of all sources, numbered consecutively as in training."""
+    """The rows of all sources in one split, numbered consecutively as in training."""
 
     def __init__(self, sources: Sequence[DataSource], split: str) -> None:
         self._parts = [source.dataset[split] for source in sources if split in source]
@@ -94,7 +94,7 @@ class MixedDataset(Dataset):
 
 
 def source_folders(folder: Place) -> list[Path]:
-    """Return the datasets and caches directly inside a folder; none if the folder itself is a dataset or a cache."""
+    """Return the datasets and caches directly inside a folder; none if the folder is itself a dataset or a cache."""
     if not isinstance(folder, Path) or not folder.is_dir() or is_cache(folder) or is_dataset(folder):
         return []
     return sorted(path for path in folder.iterdir() if path.is_dir() and (is_cache(path) or is_dataset(path)))

@@ -46,8 +46,6 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 @dataclass(eq=False)
 class _Region:
-    """The memory region of one mapped file."""
-
     address: int
     size: int
     path: Place

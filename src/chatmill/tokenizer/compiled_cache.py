@@ -1,11 +1,11 @@
-"""A cache of compiled tokenizers: the C engine's input for a tokenizer.json and its control tokens.
+"""A cache of tokenizers compiled for the C engine, each from a tokenizer.json and its control tokens.
 
 The cache also stores whether two encoding methods agree on the probe texts, because this check takes as long as
 compiling.
 
     <cache folder>/tokenizers/<key>       the folder of `remote/cache_settings.py`
 
-    SHA-256 of the rest | size of the header | header (JSON) | buffers
+    SHA-256 of the following bytes | size of the header | header (JSON) | buffers
 
 The key is a hash of everything that determines the content: the tokenizer.json, the control tokens, the code and the
 library versions. The header also contains the key, so that a renamed file is never used. A file that is damaged,
@@ -91,7 +91,7 @@ def write_compiled(key: str, compiled: Compiled) -> None:
 
 
 def remembered(key: str | None, find: Callable[[], bool]) -> bool:
-    """Return the result of `find`, from the cache if possible. If `key` is None, always call `find`."""
+    """Return the cached result of `find`, or call `find` and cache its result. If `key` is None, nothing is cached."""
     answers = {} if key is None else {_answer(key, value): value for value in (False, True)}
     if key is not None and (content := _read(key)) is not None and bytes(content) in answers:
         return answers[bytes(content)]

@@ -27,7 +27,7 @@ _MAX_ID = 2**24
 
 
 class MissingTokensError(UsageError):
-    """The vocabulary lacks control tokens of the format."""
+    """Raised if the vocabulary lacks control tokens of the format."""
 
 
 def open_tokenizer(
@@ -35,9 +35,9 @@ def open_tokenizer(
 ) -> Tokenizer:
     """Open a tokenizer file, a Hugging Face folder, or the built-in tokenizer `bytes`.
 
-    `control` contains the control tokens of a format by key, and `besides` contains other control tokens, such as
-    coordinates. Raise `MissingTokensError` if the vocabulary lacks a token. With `add_tokens`, missing tokens get new
-    ids after the end of the vocabulary.
+    `control` maps keys such as `eot` to the control tokens of a format, and `besides` lists other control tokens, such
+    as coordinates. Raise `MissingTokensError` if the vocabulary lacks a token. With `add_tokens`, missing tokens get
+    new ids after the end of the vocabulary.
 
     >>> from chatmill import load_format, open_tokenizer
     >>> tokenizer = open_tokenizer("bytes", control=load_format("chatml").tokens)
@@ -71,7 +71,9 @@ def open_tokenizer(
 
 
 def _open_path(path: Path, place: str, control: Collection[str]) -> tuple[Backend, dict[str, int]]:
-    """Open the backend for a file or folder. Also return the control tokens that the folder adds."""
+    """Open the backend for a file or folder. Also return the control tokens that only tokenizer_config.json adds, with
+    their ids.
+    """
     if not path.is_dir():
         return _open_file(path, place, control, declared={}), {}
     config = path / "tokenizer_config.json"
@@ -151,9 +153,9 @@ def _declared(config: Path) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _added_tokens(backend: Backend, declared: Mapping[str, int], place: str) -> dict[str, int]:
-    """Return the declared tokens with ids above the backend's vocabulary.
+    """Return the tokens from tokenizer_config.json whose ids are beyond the backend's vocabulary.
 
-    Raise `DataError` if the vocabulary has another token at the id of a declared token.
+    Raise `DataError` if an id in tokenizer_config.json belongs to another token in the vocabulary.
     """
     added = {}
     for token, id in declared.items():

@@ -1,7 +1,7 @@
 """Encode with a Hugging Face `tokenizer.json`, using the fastest engine that returns the same ids as `tokenizers`.
 
-The C engine (`byte_bpe`) supports byte-level BPE with the usual patterns, fastokens supports most other files, and
-`tokenizers` (`reference`) supports all files.
+The C engine (`byte_bpe`) supports byte-level BPE with common pre-tokenization patterns, fastokens supports most other
+files, and `tokenizers` (`reference`) supports all files.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TokenizerJson:
     """A loaded `tokenizer.json` without special and control tokens, so that text cannot produce these tokens.
 
     Loading takes a second or two, so load the file before forking. Loading a `Compiled` file takes a tenth of a second;
-    `tokenizers` then loads the tokenizer.json only if the C engine skips a text.
+    `tokenizers` then loads the tokenizer.json only if the C engine cannot encode a text.
     """
 
     def __init__(self, place: str, raw: bytes, content: Json | Compiled, *, control: Collection[str]) -> None:
@@ -78,7 +78,7 @@ class TokenizerJson:
         return "tokenizers" if self._encode == self._slow_batch else "fastokens"
 
     def compiled(self) -> Compiled | None:
-        """Return the data with which another process can open the file quickly, or None if the C engine is not used."""
+        """Return the compiled tokenizer, which loads faster than the file, or None if the C engine is not used."""
         if not isinstance(self._encode, ByteBpe):
             return None
         columns = dict(self._encode.columns)
@@ -96,13 +96,13 @@ class TokenizerJson:
         return self._reference.piece(id) if pieces is None else pieces[0]
 
     def byte_lengths(self) -> tuple[Ids, Offsets]:
-        """Return the ids whose byte length is known in advance, and the lengths."""
+        """Return the token ids with a known length in bytes, and these lengths."""
         if self._byte_decoder and isinstance(self._encode, ByteBpe):
             return self._encode.byte_lengths()
         return np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64)
 
     def _pieces(self, ids: Sequence[int]) -> list[bytes] | None:
-        """Return the bytes of each id, or None if the decoder or an added token may change the bytes."""
+        """Return the bytes of each token id, or None if only `tokenizers` can decode the ids."""
         return self._encode.pieces(ids) if self._byte_decoder and isinstance(self._encode, ByteBpe) else None
 
     @cached_property
@@ -120,8 +120,8 @@ class TokenizerJson:
             return None
 
     def _fallback(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """Encode the texts that the C engine skips. Load fastokens only after the C engine has skipped a million
-        characters.
+        """Encode texts that the C engine does not support, with fastokens if there are more than a million characters
+        of these texts in total, otherwise with `tokenizers`.
         """
         self._fallback_characters += sum(map(len, texts))
         return self._not_native(texts) if self._fallback_characters > 2**20 else self._slow_batch(texts)

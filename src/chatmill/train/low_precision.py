@@ -95,7 +95,7 @@ def _block_size(parameter: Tensor) -> int:
 
 
 def _numbers(group: dict[str, Any], count: float, device: torch.device) -> Tensor:
-    """Return the scalars of a step as a device tensor, because torch.compile treats Python floats as constants."""
+    """Return the scalars of an AdamW step as a tensor, because torch.compile treats Python floats as constants."""
     lr, (beta1, beta2) = group["lr"], group["betas"]
     corrected = lr / (1 - beta1**count), 1 / math.sqrt(1 - beta2**count)
     numbers = torch.tensor([1 - lr * group["weight_decay"], beta1, beta2, *corrected, group["eps"]])
@@ -222,7 +222,7 @@ def _tables(device: torch.device) -> tuple[Tensor, ...]:
 
 
 def code_levels(*, is_signed: bool) -> Tensor:
-    """Return the values of all 8-bit codes, float32[256], in ascending order up to 1.
+    """Return the values of the 256 8-bit codes as float32, in ascending order; the largest value is 1.
 
     Each decade has twice as many values as the decade below, as in the dynamic data type of arXiv 1511.04561.
     """

@@ -1,4 +1,4 @@
-"""Checks of `chatmill doctor` that involve all ranks: the store, shared folders, and collectives."""
+"""Checks of `chatmill doctor` that involve all ranks: the c10d store, shared folders, and collectives."""
 
 from __future__ import annotations
 
@@ -56,9 +56,7 @@ def limited(work: Callable[[], T], seconds: float) -> T:
 
 
 class Rendezvous:
-    """Exchanges JSON values between ranks through the c10d store, with a time limit. A single
-    process needs no store.
-    """
+    """Exchanges JSON values between ranks through the c10d store, with a time limit. A single rank uses no store."""
 
     def __init__(self, rank: int, size: int, seconds: float) -> None:
         self.rank, self.size, self.seconds = rank, size, seconds
@@ -112,8 +110,8 @@ class Rendezvous:
 
 
 def shared_folder(rendezvous: Rendezvous, folder: Path, hosts: Sequence[str]) -> Iterator[CheckRow]:
-    """Check that all ranks see a file that rank 0 writes, and that rank 0 sees their files. Yield the table rows on
-    rank 0.
+    """Check that all ranks see a file that rank 0 writes, and that rank 0 sees their files. Rank 0 yields the rows of
+    the result table.
 
     Files are written in the same way as checkpoints: under a temporary name, then synced and renamed.
     """
@@ -161,7 +159,7 @@ def _listing(folder: Path) -> str:
 
 
 def _compare(folder: Path, about: Mapping[str, str], mine: Path) -> str:
-    """Return how the folder on this rank differs from that on rank 0, or "" if they are the same."""
+    """Return how the files that this rank sees differ from those on rank 0, or "" if they are the same."""
     try:
         if about["fault"]:
             same = not about["listing"] or _listing(folder) == about["listing"]
@@ -213,7 +211,7 @@ def _folder_rows(
 
 
 def all_reduces(rendezvous: Rendezvous, hosts: Sequence[str], *, cuda: bool) -> Iterator[CheckRow]:
-    """Test all-reduce with gloo and, if every rank has a GPU, with NCCL; yield the table rows on rank 0."""
+    """Test all-reduce with gloo and, if every rank has a GPU, with NCCL; rank 0 yields the rows of the result table."""
     for backend, device in (("gloo", "cpu"), ("nccl", "cuda")):
         if device == "cuda" and not cuda:
             return

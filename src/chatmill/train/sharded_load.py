@@ -1,8 +1,8 @@
-"""Load a model in shards. Each rank needs memory only for its own rows and for one whole tensor at a time.
+"""Load a model in shards. Each rank needs memory only for its own shard and for one whole tensor at a time.
 
-The model is first built with its parameters on the meta device, where they take no memory. FSDP then shards the model,
-and each rank allocates its own rows of every parameter. Finally, each rank reads the values of these rows from the
-safetensors files. For a new model, each rank initializes its rows instead.
+The model is first built with its parameters on the meta device, where they take no memory. FSDP then shards the model
+by the rows of every parameter, and each rank allocates its own rows. Finally, each rank reads the values of these rows
+from the safetensors files. For a new model, each rank initializes its rows instead.
 
 If a model cannot be loaded in shards, every rank loads the whole model, and a note gives the reason.
 """

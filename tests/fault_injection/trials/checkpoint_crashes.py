@@ -11,7 +11,7 @@ from fault_injection.trials.crashes import crashes
 
 
 class Late(Recorder):
-    """A recorder that also records files written by other libraries, when these files are synced."""
+    """Records file operations; files written by other libraries are recorded when they are synced."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)

@@ -1,4 +1,4 @@
-"""Opening a folder must not hang, use much memory, or execute code from the folder."""
+"""Opening a malicious model folder must not hang, use much memory, or execute code from the folder."""
 
 from __future__ import annotations
 
@@ -167,7 +167,9 @@ def _code(folder: Path, name: str) -> None:
 
 
 def judge(tally: Tally, folder: Path, what: str, *, harmless: bool) -> None:
-    """Open a model folder in the same way as the commands. With `harmless`, opening the folder may succeed."""
+    """Check that opening a model folder fails with an error message. With `harmless`, it is also correct if opening the
+    folder succeeds.
+    """
     from chatmill.train.load_model import check_is_model, open_model
     from chatmill.train.preflight import trained_with
 
@@ -188,7 +190,7 @@ def judge(tally: Tally, folder: Path, what: str, *, harmless: bool) -> None:
 
 
 def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Attack chatmill's own model format first; with a larger `size`, also a transformers model and its adapters."""
+    """Attack a model in chatmill's own format first; with a larger `size`, also attack a transformers model."""
     load_torch()
     from chatmill.train import GPT, GPTSizes
 

@@ -34,7 +34,7 @@ class KilledError(BaseException):
 
 @dataclass
 class Writes:
-    """Records the writes to the store: an upload when it ends, any other write when it starts."""
+    """Records the writes to the object store: uploads when they end, and other writes when they start."""
 
     stop: int = 1 << 60
     """Number of the write at which the build stops."""

@@ -44,7 +44,9 @@ class Log:
         return found
 
     def two_that_hold(self) -> dict[int, set[int]] | None:
-        """Return the current units of both workers, once each has finished a unit and started another."""
+        """Return the units in progress on both workers, or None until each worker has finished a unit and started
+        another.
+        """
         finished = self.units_by_worker("finished")
         held = {pid: units - finished.get(pid, set()) for pid, units in self.units_by_worker("began").items()}
         held = {pid: units for pid, units in held.items() if units and finished.get(pid)}

@@ -1,4 +1,4 @@
-"""If a tokenizer reports a wrong vocabulary size, ids beyond it must not be stored."""
+"""If a tokenizer reports a vocabulary size that is too small, token ids beyond this size must not be stored."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def write_folder(folder: Path, source: str, tokens: dict, *, generation_config: 
 
 @dataclass(frozen=True)
 class Style:
-    """How messages are passed to a template; by default, in the same form as users of transformers pass them."""
+    """The form in which messages are passed to a template; the default is the usual form in transformers."""
 
     arguments_as_text: bool = False
     parts: bool = False
@@ -149,7 +149,7 @@ class Reference:
 
 
 def pieces(messages) -> list[tuple]:
-    """Return all texts of a conversation as (message index, path to the text)."""
+    """Return a pair (message index, path of keys) for each text in a conversation."""
     out = []
     for number, message in enumerate(messages):
         if "reasoning_content" in message:
@@ -189,7 +189,7 @@ MARK = re.compile(r"Q[az][b-z]{3}X")
 
 @dataclass
 class Places:
-    """A rendering and the position of each message text; None if a text is not rendered or cannot be located."""
+    """A rendered conversation and the position of each message text in it; None for texts that cannot be located."""
 
     text: str
     spans: dict = field(default_factory=dict)
@@ -199,9 +199,9 @@ class Places:
 
 
 def marked(text: str, number: int, *, first_word: bool = False) -> str:
-    """Add marks at the start and end of a text, but not outside its leading and trailing whitespace.
+    """Add unique words at the start and end of a text, inside its leading and trailing whitespace.
 
-    With `first_word`, the first mark is after the first word.
+    With `first_word`, the first unique word is added after a word of the text, not before the text.
     """
     stripped = text.strip()
     left = text.index(stripped) if stripped else len(text)

@@ -23,7 +23,7 @@ FORBIDDEN = {
 
 
 def respond(frame: bytes) -> bytes:
-    """Run code; return the value of its `out`, or its error."""
+    """Run Python code; return the value of its variable `out`, or the error that it raises."""
     names: dict[str, object] = {}
     try:
         exec(frame.decode(), names)  # noqa: S102  # that is what it is for

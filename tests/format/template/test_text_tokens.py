@@ -137,7 +137,7 @@ def peer_ids(renderer: TemplateRenderer, record: Record, kind: str, normalizer: 
 
 
 def rows_of(renderer: TemplateRenderer, *records: Record) -> Rows:
-    """Discard the Hypothesis example if a conversation is rejected."""
+    """Render records; discard the Hypothesis example if a record is rejected."""
     try:
         return renderer.render(records)
     except RecordError:

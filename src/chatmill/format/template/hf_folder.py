@@ -121,7 +121,7 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, TemplateSou
 
 
 def _stops(path: Path) -> tuple[int, ...] | None:
-    """Return the ids in `eos_token_id`, or None if the key is missing."""
+    """Return the token ids in `eos_token_id` of a JSON file, or None if the key is missing."""
     given = _json(path).get("eos_token_id") if path.is_file() else None
     if given is None:
         return None
@@ -152,7 +152,7 @@ def _marked_special(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The part of a tokenizer.json that distinguishes it from other JSON files."""
+    """Decodes only the key `model`, which distinguishes a tokenizer.json from other JSON files."""
 
     model: dict[str, msgspec.Raw]
 

@@ -1,4 +1,4 @@
-"""Small conversations that show how a chat template behaves, with one conversation for each record shape.
+"""Small conversations that show how a chat template behaves, for example with tool calls or without a system prompt.
 
 In most conversations, the words of each message are unique, so that checks detect text in the wrong message.
 """
@@ -9,7 +9,7 @@ from chatmill.records.record import Message, Record, ToolCall, new_message, new_
 
 
 def probe_record(name: str, *messages: Message, tools: tuple[str, ...] = ()) -> Record:
-    """Return a small conversation whose id is the name of its shape."""
+    """Return a conversation whose id is a description of the tested case, such as "an empty answer"."""
     return new_record(list(messages), id=name, tools=tools, file="probe", line=0)
 
 

@@ -1,6 +1,6 @@
 """Convert records to the variables of a chat template.
 
-Two records have the same shape if they differ only in their texts.
+In this module, the shape of a record is everything except the texts of its messages, such as the roles and the tools.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def plain_input(record: Record, style: Style) -> TemplateInput:
 
 
 def shape_and_texts(record: Record, style: Style) -> tuple[bytes, list[str]]:
-    """Return the shape of a record as bytes, and its texts.
+    """Return the shape of a record as bytes, and the texts of its messages.
 
     For a record with only roles and contents, the shape has one byte per message, the code of its role. For all other
-    records, the shape is byte 255 and an encoding of the messages and tools without their texts.
+    records, the shape is byte 255, followed by JSON with the tools and with the messages without their texts.
     """
     codes = [
         255
@@ -99,9 +99,9 @@ def _unchanged(text: str, source: FieldPath) -> str:
 
 
 def build_input(record: Record, style: Style, text_of: TextOf, of_shape: TextOf) -> TemplateInput:
-    """Return the template variables.
+    """Return the template variables of a record.
 
-    `text_of` converts the texts of the record, and `of_shape` converts the texts that are part of the shape.
+    `text_of` converts the texts of messages, and `of_shape` converts the strings in tools and the keys of arguments.
     """
     messages = [_message(message, number, style, text_of, of_shape) for number, message in enumerate(record.messages)]
     tools = [

@@ -1,4 +1,4 @@
-"""Read keys for the maximum row length, truncation, packing, the validation split and the chat template."""
+"""Convert the keys of other trainers for row length, truncation, packing, validation split and chat template."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _DETAIL_KEYS = ("begin_offset", "end_offset", "train")
 
 
 def read_ranges(turn: KeyReader, role: Role, content: Any, weight: float | None) -> tuple[TrainRanges, float | None]:
-    """Return the ranges of a message, and the weight of the message.
+    """Return the character ranges of a message with their weights, and the weight of the message.
 
     `content` is the unparsed content, which must be a string if there are ranges.
     """
@@ -95,7 +95,7 @@ def _places(owner: str, start: Any, stop: Any) -> tuple[int, int]:
 def _as_axolotl(
     ranges: list[tuple[int, int, float]], size: int, weight: float | None
 ) -> tuple[TrainRanges, float | None]:
-    """Apply Axolotl's rules: text outside ranges has weight 0, and a message with weight 0 overrides its ranges."""
+    """Apply Axolotl's rules: text outside ranges has weight 0, and ranges in a message with weight 0 are ignored."""
     if weight == 0:
         return (), weight
     if not ranges:
