@@ -32,7 +32,7 @@ OPERATIONS = (
 class KilledAt(Disk):
     """Kills the process at disk operation number `at`; if `at` is 0, only counts disk operations.
 
-    If the operation is a write, half of the data is written before the process is killed.
+    If disk operation `at` is a write, half of the data is written before the process is killed.
     """
 
     def __init__(self, at: int = 0) -> None:

@@ -161,8 +161,8 @@ def unprepared(dataset: Path) -> list[list[list[int]]]:
 
 
 def on_two_ranks(dataset: Path, model: Path, folder: Path) -> dict[str, Any]:
-    """Compute all results that the tests need from two ranks. One function does this, so that the processes are started
-    only once.
+    """Return all results that the tests need from two ranks. A single function computes them, so that the processes are
+    started only once.
     """
     saved_at_each_step(dataset, folder / "steps", steps=5)
     return {

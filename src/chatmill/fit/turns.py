@@ -80,8 +80,8 @@ def exchanges_of(rows: Rows) -> ExchangeTable:
         parts    head                       exchange                   exchange
 
     Consecutive user turns belong to the same exchange. A system turn next to a user turn belongs to the same exchange
-    as the user turn, unless it is at the start of the row. Other turns before the first user turn form a separate
-    exchange.
+    as the user turn, unless it is at the start of the row. Turns of other roles before the first user turn form a
+    separate exchange.
     """
     turn, count = turns_of(rows), len(rows)
     number, in_turns = np.arange(len(turn.start)), turn.role != Role.NONE
@@ -130,8 +130,8 @@ def rows_from_ids(
                                user  asst      outside of every turn
 
     If another marker occurs before `close`, the turn ends at that marker and is not closed. If `eos` is given, an EOS
-    token is appended to each document, and every EOS token ends a turn and a segment. Otherwise, a document is one
-    segment.
+    token is appended to each document, and every EOS token ends a turn and a segment. Without `eos`, each document is
+    one segment.
     """
     ends_with: tuple[int, ...] = () if eos is None else (eos,)
     if len({*openers.values(), close, *ends_with}) < len(openers) + 1 + len(ends_with):

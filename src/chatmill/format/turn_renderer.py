@@ -227,8 +227,8 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, le
     parts, rules = np.empty((2, base[-1]), dtype=np.uint8)
 
     def places(piece: int) -> Index | slice:
-        """Return the indices of a piece, such as `open`, in the arrays of all messages. Return a slice if possible,
-        because indexing with a slice is faster.
+        """Return the indices of one piece of every message, such as `open`. Return a slice if possible, because
+        indexing with a slice is faster.
         """
         if not bodies:
             return slice(piece, None, PIECES)

@@ -160,7 +160,7 @@ class _Preparation:
         """Prepare a record. `examples` contains the record as input for TRL's training template and as input for the
         model's template.
 
-        If both inputs are the same, `examples` has one element.
+        If the input is the same for both templates, `examples` has one element.
         """
         default = self._row(examples[-1], False, None)
         if not self._masked:

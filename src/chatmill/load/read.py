@@ -346,8 +346,8 @@ def _first_spans(origins: Table, segments: Index, end: int) -> Index:
 def _borders(begin: Index, several: list[tuple[Selection, Index, Index]]) -> tuple[Index, Index]:
     """Return the index of the first span of each segment and the index of the first segment of each episode.
 
-    `several` lists groups of episodes whose segments were counted, with the number of segments of each episode and the
-    first span of each segment.
+    `several` contains, for each group of episodes, the number of segments of each episode and the first span of each
+    segment.
     """
     if not several:
         return begin, np.arange(len(begin) + 1)
@@ -381,8 +381,8 @@ def _without(spans: EpisodeSpans, cut: Index) -> EpisodeSpans:
 
 
 def _lower_bounds(table: Table, column: str, values: Index) -> Index:
-    """Return, for each value, the index of the first record whose value in a sorted column is not smaller (binary
-    search).
+    """Return, for each value, the index of the first record with at least this value in a sorted column, by binary
+    search.
 
     `np.searchsorted` would first copy the whole column, because columns of a mapped file are strided.
     """

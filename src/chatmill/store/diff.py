@@ -138,7 +138,7 @@ def diff_datasets(one: str | Place, other: str | Place, *, token_dtype: str | No
 
 
 class _Examples:
-    """Counts conversations, and stores the numbers of the first few as examples."""
+    """Counts conversations, and stores the indices of the first few as examples."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -237,8 +237,8 @@ def _hashes(rows: Rows) -> tuple[Words, Words]:
     """Return two hashes of every conversation: one of its token ids, and one of its loss weights and targets.
 
     A hash is a sum over all tokens: the value of each token times a random number that depends on its position. All
-    tokens of a span have the same weight and target, so a span adds their value times the sum of the random numbers of
-    its positions.
+    tokens of a span have the same weight and target, so the hash of weights and targets needs only one multiplication
+    per span, with the sum of the random numbers of its positions.
     """
     longest = int(np.diff(rows.segment_start).max(initial=0))
     random = np.random.PCG64(0).random_raw(longest)
@@ -293,8 +293,8 @@ def _causes(one: Metadata | None, other: Metadata | None, removed: int, added: i
 
 
 def _settings(metadata: Metadata) -> dict[tuple[str, str], Any]:
-    """Return the settings and inputs of a build that can cause differences, keyed by the part of the build and the
-    name.
+    """Return the settings and inputs of a build that can cause differences, keyed by the part of the build, such as
+    `tokenizer`, and the name of the setting.
     """
     format = metadata.format if isinstance(metadata.format, dict) else {"format": metadata.format}
     config = {name: value for name, value in metadata.config.items() if name not in WITHOUT_EFFECT}

@@ -87,8 +87,8 @@ IN_BRACKETS = re.compile(r"</s>|[<\[]\|?[^\s<>\[\]|]+\|?[>\]]")
 
 
 class _Named(NamedTuple):
-    """A key that is the name of an end token, with its value. Of several such keys, the smallest tuple takes
-    precedence.
+    """A key in a JSON object that is the name of an end token, with its value. Among several keys, the smallest tuple
+    takes precedence.
     """
 
     depth: int
@@ -100,7 +100,7 @@ class _Named(NamedTuple):
 
 
 def end_token(states: Sequence[Any], vocabularies: Sequence[Any] = ()) -> int | None:
-    """Return the id of the end-of-text token that the given JSON values define, or None if they define none.
+    """Return the id of the end-of-text token that is defined in the given JSON values; None if it is not defined.
 
     `vocabularies` contains additional JSON values that map tokens to ids.
 
@@ -202,8 +202,8 @@ def _id_of(name: str, value: Any, tables: Sequence[Any]) -> int | None:
 
 
 def _look_up(text: str, node: Any, key: str = "vocab", depth: int = 0) -> int | None:
-    """Return the id of a token in a JSON value: nested objects that map tokens to ids or ids to tokens, or a list of
-    tokens.
+    """Return the id of a token in a vocabulary, which is a list of tokens, or nested objects that map tokens to ids or
+    ids to tokens.
     """
     if depth > DEEPEST:
         return None

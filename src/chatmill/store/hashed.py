@@ -2,7 +2,7 @@
 
 Binary files are written with `HashedFile` and checked with a `Manifest`. `dataset_metadata.json` and the `meta.json` of
 a cache contain a hash of their own content, so a change to any byte is detected. A `DataError` about an invalid value
-in these files names the key of the value.
+in a JSON file names the key of the value.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Read and write `dataset_metadata.json`, which records how a dataset was built, its counts, and the size and hash of
-every file.
+"""Read and write `dataset_metadata.json`, which records how a dataset was built, its numbers of episodes and tokens,
+and the size and hash of every file.
 
 Reading raises `DataError` if the file was changed or is inconsistent; see the module `hashed`.
 """

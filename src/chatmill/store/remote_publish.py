@@ -1,9 +1,9 @@
 """Publish a finished build to an object store, where objects cannot be renamed.
 
 Every file is uploaded to an object that is named after the hash of the file. The metadata is uploaded last, and only if
-nobody has published another dataset at the URL since the build started. Until then, readers see the previous dataset,
-or no dataset. Objects of the previous dataset are not removed, so that its readers can continue; `chatmill clean`
-removes them.
+nobody has published another dataset at the URL since the build started. Until the metadata is uploaded, readers see the
+previous dataset, or no dataset. Objects of the previous dataset are not removed, so that its readers can continue;
+`chatmill clean` removes them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ OWN_NAMES = (OBJECTS, STAGING, METADATA, TOKENIZER_STATE, REMOVED, *SPLITS)
 
 @dataclass(frozen=True)
 class RemoteTarget:
-    """The URL at which a dataset will be published, and information about the dataset that it replaces."""
+    """The URL at which a dataset will be published, and the metadata version and object hashes of the dataset that it
+    replaces.
+    """
 
     url: Url
     version: str | None

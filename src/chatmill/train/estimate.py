@@ -82,7 +82,7 @@ class Estimate:
 
     @property
     def tensors(self) -> float:
-        """Number of bytes at the peak, without CUDA memory that torch does not count."""
+        """Memory use at the peak in bytes, excluding CUDA memory that torch does not count."""
         return self.total - (self.parts[CONTEXT].at_peak if CONTEXT in self.parts else 0.0)
 
     @property
@@ -203,8 +203,8 @@ def _count(
 def _kept_by_layers(
     shape: ModelShape, length: int, size: int, *, on_gpu: bool, compiled: bool, recompute: bool
 ) -> tuple[tuple[_Layer, ...], float, str | None]:
-    """Return the activation bytes for one row that each layer keeps for the backward pass, and those kept outside the
-    layers. If the numbers are approximate, also return the reason.
+    """Return how many bytes of activations each layer keeps for the backward pass of one row, and how many are kept
+    outside the layers. If the numbers are approximate, also return the reason.
 
     `recompute` has the same meaning as in `CausalModel.compile_blocks`.
     """
@@ -268,8 +268,8 @@ def _by_matrices(weights: Sequence[WeightShape], length: int, size: int) -> tupl
 
 
 def _state_bytes(shape: ModelShape, config: TrainConfig) -> dict[str, tuple[int, int]]:
-    """Return the bytes of optimizer state for each trained weight: bytes in tensors, and bytes in scalars. The state is
-    created by the real optimizer on fake tensors.
+    """Return the size of the optimizer state of each trained weight in bytes, separately for tensors and scalars. The
+    state is created by the real optimizer on fake tensors.
     """
     from chatmill.train.activations import few_fake_layers
 
@@ -403,9 +403,7 @@ def _loss(counted: _Counted, tokens: int, size: int, *, on_gpu: bool) -> float:
 
 
 def _optimizer_workspace(config: TrainConfig, trained: Sequence[WeightShape], *, on_gpu: bool) -> float:
-    """Return the number of bytes of the temporary tensors in an optimizer step, which are largest for the largest
-    weight.
-    """
+    """Return the maximum size of the temporary tensors in an optimizer step, in bytes."""
     largest = max((each.size for each in trained), default=0)
     matrix = max((each.size for each in trained if each.layer is not None and len(each.shape) == 2), default=0)
     match config.optimizer:

@@ -134,7 +134,7 @@ def describe(
     step: int,
     text: Callable[[], TokenText | None] | None,
 ) -> FirstBatch:
-    """Return the counts and warnings for a batch, and some answers if `text` is given. All ranks must call this
+    """Return token counts and warnings for a batch, and some answers if `text` is given. All ranks must call this
     function.
     """
     spans = trained_spans(batch)
@@ -153,7 +153,7 @@ def describe(
 
 
 class Endings(NamedTuple):
-    """Number of trained spans in total, with an end token, and truncated."""
+    """Counts of trained spans: all spans, spans that end with an end token, and truncated spans."""
 
     spans: int
     ended: int
@@ -212,8 +212,8 @@ def _shown(batch: Batch, span: TrainedSpan, loader: EpisodeLoader, text: TokenTe
 
 
 def _shortened(ids: list[int], text: TokenText, *, start: int, end: int) -> str:
-    """Decode tokens. Of a long text, return only the first tokens, with up to `start` characters, and the last tokens,
-    with up to `end` characters.
+    """Decode tokens. If the text is long, return only its first tokens (up to `start` characters) and its last tokens
+    (up to `end` characters).
     """
     if len(ids) <= TOKENS_PER_CHARACTER * (start + end) and len(text(ids)) <= start + end:
         return text(ids)

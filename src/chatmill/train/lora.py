@@ -91,7 +91,8 @@ class LoraModel(HFModel):
         weights: WeightPrecision = "float32",
         base_model: Path | None = None,
     ) -> LoraModel:
-        """Load adapters written by `save` with their base model, from `base_model` or the folder in the adapter config.
+        """Load adapters that were written by `save`. The base model is loaded from `base_model` or from the folder in
+        the adapter config.
 
         `weights` is the precision of the frozen base model. "float32" and "bfloat16" are replaced by the precision of
         the base model when the adapters were trained.

@@ -111,7 +111,7 @@ class RowOrigin(NamedTuple):
 def origins(rows: Rows, unnamed: str) -> list[RowOrigin | None]:
     """Return the source, file and line of each conversation; None for padding and for conversations without tokens.
 
-    The source is `unnamed` for conversations whose file is unknown.
+    If the file of a conversation is unknown, its source is the value of `unnamed`.
     """
     first, last = rows.first_span[:-1], rows.first_span[1:]
     nothing = first == last

@@ -89,8 +89,8 @@ class LossSpikes:
 
 
 def not_finite(rows: Sequence[RowLoss], state: TrainState) -> str:
-    """Return an error message for a step with a non-finite loss or gradient, which lists the conversations with the
-    highest losses and suggests a fix.
+    """Explain a non-finite loss or gradient: return a text that lists the conversations with the highest losses and
+    suggests a fix.
 
     All ranks must call this function.
     """
@@ -109,7 +109,7 @@ def not_finite(rows: Sequence[RowLoss], state: TrainState) -> str:
 
 
 def worst(rows: Sequence[RowLoss], loader: EpisodeLoader, world: World, *, usual: float = 0.0) -> list[str]:
-    """Return the conversations on all ranks that add the most loss above the value `usual`. Conversations with a
+    """Return the conversations on all ranks with the largest values of (loss - `usual`) * weight. Conversations with a
     non-finite loss come first.
     """
 

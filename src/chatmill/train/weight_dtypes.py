@@ -53,8 +53,8 @@ def weight_dtypes(files: ModelFiles, model: Mapping[str, torch.dtype], weights: 
     """Return the dtypes in which the weights in a model folder are loaded. `model` maps the names of the model's
     parameters to dtypes.
 
-    Usually, most weights in a folder share one dtype, and a few have a wider dtype. If one of these few weights has a
-    different name in the model, all weights are loaded as float32, which loses no precision.
+    Usually, most weights in a folder share one dtype, and a few have a wider dtype. If a weight with a wider dtype has
+    a different name in the model, all weights are loaded as float32, which loses no precision.
     """
     if weights == "float32" or files.config.get("quantization_config"):
         return WeightDtypes()

@@ -1,5 +1,5 @@
-"""Several reader processes share a small cache and compare every byte with the original data. If some of them are
-killed, the others must still read the correct bytes.
+"""Several reader processes share a small cache and compare every byte with the original data. If some readers are
+killed, the other readers must still read the correct bytes.
 """
 
 from __future__ import annotations

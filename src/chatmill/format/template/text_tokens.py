@@ -188,8 +188,8 @@ class _Turns:
         return out
 
     def _system_turn(self) -> set[str]:
-        """Return the control tokens before and after the text of a system message, except tokens inside other
-        sentences.
+        """Return the control tokens before and after the text of a system message, except tokens inside sentences that
+        the template adds.
         """
         row = self.render(_SYSTEM, 3, False) or ""
         texts = (row.partition("QzSystem0")[0], _between(row, "QzSystem0", "QzUser1")) if "QzSystem0" in row else ()

@@ -35,8 +35,8 @@ class LoraNames:
 
 
 def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, used: bool, all_linear: str = "") -> None:
-    """Convert the LoRA keys. `all_linear` is the name of the trainer's switch that selects all linear layers, if it has
-    one.
+    """Convert the LoRA keys. `all_linear` is the name of the trainer's switch for all linear layers; empty if the
+    trainer has no such switch.
     """
     rank, alpha = keys.integer(names.rank, least=1, most=2**20), keys.number("lora_alpha")
     dropout, targets = keys.number(names.dropout, most=1), keys.texts(names.targets, separator=names.separator)

@@ -222,8 +222,8 @@ class Translation:
         other: Mapping[str, Any] | None = None,
         note: str = "",
     ) -> None:
-        """Set the values in `recipe`, `train` and `source`, and report that the imported key sets them and the values
-        in `other`.
+        """Add the values in `recipe`, `train` and `source` to the converted config, and report that the imported key
+        sets these values and those in `other`.
         """
         ours = {**(recipe or {}), **(train or {}), **(other or {})}
         origin = f"{key}: {shown(value, 60)}"
@@ -245,7 +245,7 @@ class Translation:
         self.results.append(KeyResult(key, value, "default" if is_default else "taken", ours, note))
 
     def default(self, key: str, value: Any, *, note: str) -> None:
-        """Report that an imported key has the same effect as chatmill's default."""
+        """Report that an imported key requires no change to chatmill's defaults."""
         self.results.append(KeyResult(key, value, "default", {}, note))
 
     def none(self, key: str, value: Any, note: str) -> None:

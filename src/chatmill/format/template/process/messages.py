@@ -172,7 +172,7 @@ def check_derived(response: Derived, record: Record, texts: int) -> DerivedAnswe
 
 
 def _check_steps(steps: tuple[TraceStep, ...], texts: int) -> list[Kind]:
-    """Check the steps of a trace and return the type of each value that they use or compute. Raise
+    """Check the steps of a trace, and return the type of each value that the steps use or compute. Raise
     `BrokenResponseError` if a step is invalid.
     """
     kinds = [Kind.TEXT] * texts

@@ -1,4 +1,4 @@
-"""The string functions that a recorded trace of a chat template can call, by name. They have no side effects.
+"""The string functions that a recorded trace of a chat template can call, by name. The functions have no side effects.
 
 The process that runs a template records a trace as plain data; the renderer replays the trace in another process. A
 trace can call only the functions in `STEP_FUNCTIONS`.
@@ -86,10 +86,10 @@ def cut_pattern(*args: Any) -> tuple[Any, ...]:
 
 
 def begins_with(*args: Any) -> bool:
-    """Whether one concatenation of strings begins with another.
+    """Whether the concatenation of one sequence of strings starts with the concatenation of another.
 
     The last two arguments are sequences of strings, in which each None is replaced by one of the other arguments, in
-    order. For speed, only the required start of the first string is built.
+    order. For speed, only as much of the first sequence is concatenated as the comparison needs.
     """
     *values, pattern, other = args
     given = iter(values)
@@ -198,8 +198,8 @@ def _stripped(text: str, chars: str | None = None, *, left: bool = True, right: 
 
 
 def _consecutive(text: str, parts: Sequence[str], gap: int | None) -> list[Range]:
-    """Return the character range of each of the given parts of a text, in order. Between two parts are `gap`
-    characters, or any number if `gap` is None.
+    """Return the character range of each of the given parts of a text, in order. Consecutive parts are separated by
+    `gap` characters, or by any number of characters if `gap` is None.
     """
     ranges, at = [], 0
     for part in parts:
