@@ -12,7 +12,7 @@ from train_report import FULL_GIB, LORA_GIB, OFFLOAD_GIB, QLORA_GIB, SHARE, SPEE
 
 @dataclass(frozen=True)
 class Target:
-    """A lower or upper limit for one figure."""
+    """A performance target: a lower or upper limit for one measured value."""
 
     what: str
     wanted: float
@@ -25,7 +25,7 @@ class Target:
     """What the profile says about the remaining time, shown on the page if the target is missed."""
 
     def held(self, results: Results) -> float | None:
-        """Return the figure from the results of a run, or None if it was not measured."""
+        """Return the measured value from the results of a benchmark run, or None if it was not measured."""
         try:
             return float(self.figure(results))
         except (KeyError, IndexError, TypeError):
@@ -53,7 +53,7 @@ def target_table(results: Results, before: str = "") -> str:
 
 
 def left_lines(table: str) -> list[str]:
-    """Return a list item for each missed target in a table, with what the profiles show about the target."""
+    """Return a Markdown list item for each missed target in a table, with the explanation in `Target.left`."""
     gone = {row.split(" | ")[0] for row in table.splitlines() if row.endswith("| **missed** |")}
     return [f"- {target.what}: {target.left}" for target in TARGETS if target.left and f"| {target.what}" in gone]
 

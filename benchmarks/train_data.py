@@ -58,7 +58,7 @@ class Trial:
         return 1 if self.layers else 2 if self.small else self.line.steps
 
     def config(self, **keys: Any) -> TrainConfig:
-        """Return the loader config, which is the same for chatmill and peers."""
+        """Return the loader config, which is the same for chatmill and for the other trainers."""
         packing = "bins" if self.line.packed else "none"
         load = {
             "batch_size": 2 if self.small else self.line.rows,
@@ -121,10 +121,10 @@ def real_tokens(batch: Batch) -> torch.Tensor:
 
 
 def operations(trial: Trial) -> float:
-    """Return the FLOPs of the timed steps.
+    """Return the number of FLOPs in the timed steps.
 
-    Layers run on all tokens, the head only on tokens in the loss mask, and attention only within conversations. Frozen
-    weights have no weight gradients. Checkpointed layers run forward twice.
+    Layers run on all tokens, the output head only on tokens in the loss mask, and attention only within conversations.
+    Frozen weights have no weight gradients. Checkpointed layers run forward twice.
     """
     sizes = trial.config(**trial.shape).sizes(0)
     attention = sizes.n_embd * sizes.head_size * (2 * sizes.n_head + 2 * sizes.kv_heads)

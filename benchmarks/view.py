@@ -106,7 +106,7 @@ def main() -> int:
 
 @contextmanager
 def viewer(folder: Path) -> Iterator[tuple[str, float, int]]:
-    """Run the command; yield its URL, the time when it was ready, and its process id."""
+    """Run `chatmill view`; yield its URL, the time when it was ready, and its process id."""
     command = [
         Path(sys.executable).with_name("chatmill"),
         "view",

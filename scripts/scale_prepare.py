@@ -87,7 +87,7 @@ def write_corpus(path: Path, count: int) -> None:
 
 @contextmanager
 def bucket() -> Iterator[Url]:
-    """Start an S3 server, and yield a new bucket; child processes can also use it."""
+    """Start an S3 server, and yield the URL of a new bucket, which child processes can also use."""
     import urllib.request
 
     with subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
@@ -160,7 +160,7 @@ def now() -> tuple[float, float]:
 
 
 def timed(into: list[float], work: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function or generator to add its time to `into`."""
+    """Wrap a function or generator to add its elapsed and CPU seconds to `into`."""
 
     def add(began: tuple[float, float]) -> None:
         for at, (before, after) in enumerate(zip(began, now(), strict=True)):

@@ -1,4 +1,4 @@
-"""The ledger: what happened to every row and token, and why.
+"""The ledger records what happened to every row and token, and why.
 
     records:  read = rejected + filtered + rendered
     tokens:   rendered + repeated + injected + padding = stored + truncated + dropped
@@ -65,7 +65,7 @@ class Ledger:
     entries: dict[tuple[Bucket, str], LedgerEntry] = field(default_factory=dict)
 
     def add(self, bucket: Bucket, reason: str = "", *, rows: int = 0, tokens: int = 0, trained: int = 0) -> None:
-        """Count rows and tokens in a bucket; `trained` is the number of tokens with a weight above 0."""
+        """Add rows and tokens to a bucket; `trained` is the number of these tokens with a weight above 0."""
         if min(rows, tokens, trained) < 0 or trained > tokens:
             raise ValueError(f"{bucket}: rows {rows}, tokens {tokens}, trained {trained} are not valid counts")
         if (bucket, reason) not in self.entries:
@@ -84,7 +84,7 @@ class Ledger:
             self.add(bucket, reason, **vars(entry))
 
     def total(self, *buckets: Bucket) -> LedgerEntry:
-        """Return the sum over all reasons in the given buckets."""
+        """Return the total number of rows and tokens in the given buckets."""
         total = LedgerEntry()
         for (bucket, _), entry in self.entries.items():
             if bucket in buckets:

@@ -50,7 +50,7 @@ KEYS: Mapping[str, ValueCheck] = {
 
 
 def read_settings() -> tuple[dict[str, Any], list[str]]:
-    """Return the settings by dotted name, and a list of errors; both are empty if the file is missing."""
+    """Return a dict of settings, such as `training.seed`, and a list of errors; both are empty without a file."""
     if not FILE.exists():
         return {}, []
     settings, unknown, faults = {}, [], []
@@ -73,7 +73,7 @@ def read_settings() -> tuple[dict[str, Any], list[str]]:
 
 
 def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every value with its path. An empty table is also yielded, so that its name is checked."""
+    """Yield every value with its keys. An empty table is also yielded, so that its name is checked."""
     pending: list[tuple[tuple[str, ...], Any]] = [((), table)]
     while pending:
         path, value = pending.pop()
@@ -84,5 +84,5 @@ def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _dotted(path: tuple[str, ...]) -> str:
-    """Format a key as in TOML, which quotes names with special characters, such as a dot."""
+    """Join names to a TOML key; names with special characters, such as a dot, are quoted."""
     return ".".join(name if BARE.match(name) else f"'{name}'" for name in path)

@@ -62,7 +62,7 @@ KINDS = tuple(ONCE)
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure of the `at`-th call of one kind. With `forever`, all later calls of that kind fail too."""
+    """A failure of the `at`-th C library call of one kind. With `forever`, all later calls of that kind fail too."""
 
     kind: str
     at: int
@@ -75,7 +75,7 @@ class Failure:
 
 
 def ways(counts: dict[str, int], *, each: bool) -> list[Failure]:
-    """Return failures for every counted call: all failure modes with `each`, otherwise one of them in rotation."""
+    """Return failures for every counted call: with `each`, all failure modes; otherwise one mode, in rotation."""
     failures = []
     for kind, count in counts.items():
         hows = [(error, False) for error in ONCE[kind]] + [(error, True) for error in FOREVER.get(kind, ())]
@@ -87,8 +87,8 @@ def ways(counts: dict[str, int], *, each: bool) -> list[Failure]:
 
 @contextmanager
 def armed(root: Path, failure: Failure | None = None) -> Iterator[None]:
-    """Count calls on paths below `root`, in this process and in forked processes. With `failure`, make the chosen calls
-    fail.
+    """Count calls on paths below `root`, in this process and in forked processes. With `failure`, make the calls
+    that it describes fail.
     """
     kind, at, error = (KINDS.index(failure.kind), failure.at, failure.error) if failure else (-1, 0, 0)
     if _shim().faults_arm(os.fsencode(root), kind, at, error, int(bool(failure and failure.forever))):

@@ -15,7 +15,7 @@ token_ = st.tuples(st.integers(0, 9), st.booleans(), st.integers(0, 2))
 
 
 def one_row(row: list[tuple[int, bool, int]]) -> Rows:
-    """Each token is given as (id, mask, segment)."""
+    """Build one row from its tokens; each token is a tuple (id, is_trained, segment)."""
     sizes = [len(list(tokens)) for _, tokens in groupby(row, key=lambda token: token[2])]
     ids, trained, _ = zip(*row, strict=True)
     apart = rows_from_mask(np.array(ids, dtype=np.uint32), np.array(trained), sizes)

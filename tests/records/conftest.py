@@ -43,7 +43,7 @@ def memory():
 
 @pytest.fixture
 def pipe(monkeypatch):
-    """`pipe(data, is_terminal=False)` replaces standard input."""
+    """`pipe(data, is_terminal=False)` replaces standard input with `data`."""
 
     def give(data: bytes, *, is_terminal: bool = False) -> None:
         standard_input.remove_standard_input()

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @contextmanager
 def serving(answer):
-    """Run a server that replies with `answer(request)` or `answer(request, number)`; `asked` lists the requests.
+    """Run a server that replies with `answer(request)` or `answer(request, number)`; yield its URL and its requests.
 
     A reply is (status, body), (status, body, headers), or a function that writes to the connection.
     """

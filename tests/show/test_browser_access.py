@@ -38,7 +38,7 @@ READY = {
 
 @pytest.fixture(scope="module")
 def axe():
-    """npm installs axe-core once, outside the tracked files."""
+    """The source of axe-core, which npm installs once, outside the tracked files."""
     script = FOLDER / "node_modules" / "axe-core" / "axe.min.js"
     if not script.is_file():
         if (npm := shutil.which("npm")) is None:

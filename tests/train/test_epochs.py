@@ -28,7 +28,7 @@ EPOCHS = {"max_iters": None, "pad_token_id": 0}
 
 
 def uneven(folder: Path, count: int, *, seed: int = 0) -> Path:
-    """Episodes have 3 to 39 tokens, so packing differs between epochs."""
+    """Write a dataset whose episodes have 3 to 39 tokens, so that packing differs between epochs."""
     rng = np.random.default_rng(seed)
     episodes = [rng.integers(1, 50, size).tolist() for size in rng.integers(3, 40, count)]
     return write_files(folder, episodes, [[1] * len(ids) for ids in episodes])

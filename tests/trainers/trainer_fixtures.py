@@ -1,7 +1,7 @@
-"""Datasets, models, chatmill's own batches and losses, and a launcher for ranks, for the tests with other trainers.
+"""Functions for tests with other trainers: datasets, models, chatmill's batches and losses, and a rank launcher.
 
 The fixtures `plain`, `weighted` and `model_folder` of conftest.py are created here. torchtitan's environment does not
-have transformers, so it is imported only where a model is created.
+have transformers, so transformers is imported only where a model is created.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ with open(result, "wb") as file:
 
 
 def ranks(count: int, function: str, **arguments: Any) -> list[Any]:
-    """Return the result of `module:function` on each of `count` processes, started as torchrun starts them."""
+    """Run `module:function` in `count` processes, with the environment of torchrun, and return all results."""
     module, name = function.split(":")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
         Path(folder, "arguments").write_bytes(pickle.dumps(arguments))

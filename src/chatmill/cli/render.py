@@ -121,7 +121,7 @@ def render_command(
 
 
 def _rendered(records: CountedRecords, renderer: Renderer, render: RenderOptions, limit: int | None) -> Iterator[Rows]:
-    """Yield the first `limit` rows of the records, in chunks."""
+    """Render the records, and yield the first `limit` rows in chunks."""
     counted, ledger, train_on = progress(records, "records"), records.ledger, render.train_on
     if render.unroll:
         conversations = unrolled(counted, renderer, train_on=train_on, on_reject=records.reject, ledger=ledger)
@@ -135,7 +135,7 @@ def _rendered(records: CountedRecords, renderer: Renderer, render: RenderOptions
 
 
 def rendered_json(row: Rows, *, unrolled: bool = False) -> dict[str, Any]:
-    """Return a row as JSON; if `unrolled`, with the index of its last message."""
+    """Return a row as a dict for JSON; if `unrolled` is set, include the index of the row's last message."""
     stored = row_json(row)
     [segment] = stored.pop("segments")
     spans = [{name: span[name] for name in SPAN_KEYS} for span in stored.pop("spans")]

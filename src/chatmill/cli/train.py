@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TrainCommand(TyperCommand):
-    """A command whose boolean flags may be given without a value."""
+    """A command whose boolean flags can be given without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, with_bare_switches(args))
@@ -65,7 +65,7 @@ def train(
 
 
 def _decoder(dataset: Place) -> Callable[[Sequence[int]], str] | None:
-    """Return the decoder of a dataset, or None if its tokenizer is not available."""
+    """Return a function that decodes the token ids of a dataset, or None if its tokenizer is not available."""
     text = dataset_text(dataset)
     return None if text.tokenizer is None else text.text
 

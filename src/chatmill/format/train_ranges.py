@@ -1,4 +1,4 @@
-"""Convert train ranges, which set weights for character ranges of an answer, to token weights and spans.
+"""Convert `train_ranges`, which set loss weights for character ranges of an answer, to token weights and spans.
 
     content    The| answer| is 4|.       train_ranges [[4, 10, 0]]: "answer" is not trained on
     tokens     The  answer  is 4 .
@@ -43,7 +43,7 @@ class TokenPlaces(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """The weights of tokens according to train ranges."""
+    """The loss weights that `train_ranges` set for each token."""
 
     lowest: NDArray[np.float32]
     """For each token, the lowest weight of its characters, or NaN if no range covers a character of the token."""
@@ -54,7 +54,7 @@ class TokenWeights:
 
     @staticmethod
     def none(count: int) -> TokenWeights:
-        """Return the weights of `count` tokens that no range covers."""
+        """Return weights for `count` tokens that no range covers."""
         flags = np.zeros((2, count), dtype=bool)
         return TokenWeights(np.full(count, np.nan, dtype=np.float32), flags[0], flags[1])
 
@@ -62,7 +62,7 @@ class TokenWeights:
         self.lowest[places], self.whole[places], self.split[places] = weights.lowest, weights.whole, weights.split
 
     def take(self, tokens: Index) -> TokenWeights:
-        """Return the weights of the given tokens. Token indices past the end of the arrays have no weight."""
+        """Return the weights of the tokens with these indices. An index past the last token has no weight (NaN)."""
         known = tokens < len(self.lowest)
         out = TokenWeights.none(len(tokens))
         at = tokens[known]
@@ -78,7 +78,10 @@ def char_weights(message: Message) -> CharWeights:
 
 
 def token_weights(weights: CharWeights, places: TokenPlaces) -> TokenWeights:
-    """Return the weights of the tokens at `places` in a text. A token without characters has no weight."""
+    """Return the weight of each token, given the weight of each character and the place of each token in the text.
+
+    A token without characters has no weight (NaN).
+    """
     begin, end = (np.clip(each, 0, len(weights)) for each in places)
     by_range = ~np.isnan(weights)
     bounds = np.stack([begin, end], axis=1).ravel()
@@ -100,7 +103,7 @@ def token_weights(weights: CharWeights, places: TokenPlaces) -> TokenWeights:
 
 
 def spelled_places(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> TokenPlaces | None:
-    """Return the start and end of each token in the UTF-8 bytes of a text, or None if the tokens do not spell the text.
+    """Return the byte range of each token in the UTF-8 text, or None if the tokens do not decode to the text.
 
     If the tokenizer adds a space before the text, the space is treated as part of the first character.
     """
@@ -114,7 +117,7 @@ def spelled_places(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> Token
 
 
 def by_byte(text: str, weights: CharWeights) -> CharWeights:
-    """Return the weight of each UTF-8 byte of a text."""
+    """Return the weight of each UTF-8 byte of a text, given the weight of each character."""
     sizes = [len(character.encode()) for character in text] if not text.isascii() else 1
     return np.repeat(weights, sizes)
 

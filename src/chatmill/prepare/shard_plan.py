@@ -1,6 +1,6 @@
 """Plan the shards of a dataset, without reading the tokens and spans of staged files.
 
-Together, `select` and `shard_plan` decide everything that depends on more than one row, such as packing and the
+The modules `select` and `shard_plan` make all decisions that depend on more than one row, such as packing and the
 boundaries of shards. Given its plan, a shard can be written without reading the rows of other shards.
 """
 
@@ -43,7 +43,7 @@ class ShardPlan:
 def plan_shards(split: str, chosen: Iterable[Chosen], job: Job) -> Iterator[ShardPlan]:
     """Plan the shards of a split one by one, so that memory use does not grow with the number of shards.
 
-    A shard ends before the row that would exceed its token limit, as in `SplitWriter`, and at the end of a source.
+    A shard ends before the row that would exceed its token limit, as in `SplitWriter`, or at the end of a source.
     """
     numbers, count = FileTable(), itertools.count()
     for source, part in by_source(chosen, job):
@@ -53,7 +53,7 @@ def plan_shards(split: str, chosen: Iterable[Chosen], job: Job) -> Iterator[Shar
 
 
 def by_source(chosen: Iterable[Chosen], job: Job) -> Iterator[tuple[str | None, Iterator[Chosen]]]:
-    """Yield each stored source with its rows, or None with all rows if the dataset stores no sources."""
+    """Yield the name and the rows of each source, or None and all rows if the dataset does not store sources."""
     return itertools.groupby(chosen, key=lambda part: job.source_name(part.file.source))
 
 
@@ -78,7 +78,7 @@ def _cut(batches: Iterable[_PlannedRows], shard_tokens: int) -> Iterator[list[_P
 
 @dataclass(frozen=True)
 class _PlannedRows:
-    """Conversations whose rows are planned together, in order; the fields are the same as in `ShardPlan`."""
+    """The conversations of consecutive rows; `staged`, `of`, `row` and `first` are the same as in `ShardPlan`."""
 
     staged: tuple[StagedFile, ...]
     of: Numbers

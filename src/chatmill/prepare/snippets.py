@@ -1,4 +1,4 @@
-"""Recipe sources for well-known datasets, as YAML to start a recipe from."""
+"""YAML recipe sources for well-known datasets, as a starting point for a recipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chatmill.errors import UsageError, one_line
 
 
 def known_sets() -> dict[str, str]:
-    """Return the name and description of each dataset."""
+    """Return a dict from the name of each well-known dataset to its description."""
     return {name: table["about"] for name, table in _tables().items()}
 
 

@@ -21,7 +21,7 @@ WEIGHTS_LEFT_OUT = "weights_left_out"
 def transcript_lines(
     records: Iterable[Record], renderer: TurnRenderer, context_length: int, ledger: Ledger
 ) -> Iterator[str]:
-    """Yield one line for each conversation, if at least its first exchange fits.
+    """Yield one line for each conversation whose first exchange fits in the context length.
 
     Records with weight 0 are dropped. Transcripts cannot store weights, so all their answers have weight 1.
     """

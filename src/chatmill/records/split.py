@@ -38,21 +38,21 @@ def shuffle_split(count: int, val_frac: float, *, seed: int) -> Split:
 
 
 def hash_places(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Map record keys to [0, 1); records with values below the validation fraction are used for validation."""
+    """Map the hash of each record to a number in [0, 1); numbers below the validation fraction mean validation."""
     # Keep 53 bits, which a float represents exactly.
     return np.asarray((keys >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
 
 def smallest_hash_share(first: float, last: float) -> float | None:
-    """Return the smallest fraction that leaves no split empty, rounded up, or None if every fraction leaves one empty.
+    """Return the smallest validation fraction, rounded up, that leaves no split empty, or None if there is none.
 
-    `first` and `last` are the smallest and largest value of `hash_places`.
+    `first` and `last` are the smallest and the largest number that `hash_places` returns for the records.
     """
     return _rounded_up(first, lambda share: first < share <= last)
 
 
 def smallest_shuffle_share(has_rows: NDArray[np.bool_], *, seed: int) -> float | None:
-    """Like `smallest_hash_share`, for `shuffle_split`; `has_rows` is True for each record that has rows."""
+    """Like `smallest_hash_share`, but for `shuffle_split`; `has_rows` is True for each record that has rows."""
     count = len(has_rows)
     order = shuffle_split(count, 0.0, seed=seed).train
     size = next((at + 1 for at, record in enumerate(order) if has_rows[record]), 0)
@@ -62,9 +62,9 @@ def smallest_shuffle_share(has_rows: NDArray[np.bool_], *, seed: int) -> float |
 
 
 def _rounded_up(number: float, fits: Callable[[float], bool]) -> float | None:
-    """Round up a number to three significant digits, or to more digits if `fits` does not accept the result.
+    """Round a number up to three significant digits, or to more digits if `fits(result)` is false.
 
-    Return None if `fits` accepts no result.
+    Return None if `fits` is false for every result.
     """
     first = 2 - math.floor(math.log10(number)) if number > 0 else 3
     for digits in range(first, first + 15):

@@ -15,7 +15,7 @@ AHEAD = 4
 
 
 def ordered_pieces(url: Url, size: int) -> Iterator[bytes]:
-    """Yield the first `size` bytes of an object in order; a shorter object yields fewer bytes."""
+    """Yield the first `size` bytes of an object in consecutive pieces, or all bytes of a shorter object."""
     ranges = ((start, min(size, start + RANGE_BYTES)) for start in range(0, size, RANGE_BYTES))
     if size <= RANGE_BYTES:
         yield from (read(url, *each) for each in ranges)

@@ -66,7 +66,7 @@ class Server:
         check_server_url(self.url)
 
     def sampled(self, step: int, row: int) -> dict[str, Any]:
-        """Return the request fields for model and sampling; the seed depends only on (seed, step, row)."""
+        """Return the request fields for the model and for sampling, with a seed that depends on (seed, step, row)."""
         return {
             "model": self.model,
             "max_tokens": self.max_tokens,
@@ -76,7 +76,7 @@ class Server:
         }
 
     def answers(self, bodies: Sequence[Mapping[str, Any]], path: str) -> list[ServerAnswer]:
-        """Send the requests concurrently, and return the answers in order."""
+        """Send the requests concurrently, and return the answers in the order of the requests."""
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(bodies)))) as pool:
             futures = [pool.submit(self._post, path, body) for body in bodies]
             try:
@@ -87,7 +87,7 @@ class Server:
                 raise
 
     def fault(self, what: str, right: str) -> DataError:
-        """Return an error on one line, without header values."""
+        """Return a one-line error; header values, which can contain an API key, are removed from it."""
         message = f"{self.url}: {what}; {right}"
         for value in self.headers.values():
             for secret in (value, value.removeprefix("Bearer ")):

@@ -1,4 +1,4 @@
-"""Render prompts, targets and true answers as rows."""
+"""Render prompts, true answers and the targets of rollouts as rows of tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 @dataclass(frozen=True)
 class Task:
-    """The renderer for conversations, and the schema for answers."""
+    """The renderer and the answer schema of a rollout task."""
 
     renderer: TurnRenderer | TemplateRenderer
     schema: Schema
@@ -51,10 +51,11 @@ def open_task(
     gate: float = GATE,
     add_tokens: bool = False,
 ) -> Task:
-    """Open a task. `fields` are the fields of an entry, by default a description and a box or polygon.
+    """Open the renderer and the answer schema of a rollout task.
 
-    The default format is the chat template in the tokenizer's folder, or chatml if the folder has none. Boxes and
-    polygons require coordinate tokens.
+    `fields` are the fields of each object in an answer, by default a description and a box or polygon. The default
+    format is the chat template in the tokenizer's folder, or chatml if the folder has none. Boxes and polygons require
+    coordinate tokens.
     """
     schema: Schema = Detection(gate) if fields is None else Fields(fields)
     if (name := resolve_format(format, tokenizer)) == TEMPLATE:
@@ -69,7 +70,7 @@ def open_task(
 
 
 def task_prompts(truths: Sequence[GroundTruth], task: Task) -> Rows:
-    """Return one row per record with its prompt; the origin contains the record's key."""
+    """Return the prompt of each record as a row; the origin of the row contains the key of the record."""
     prompts = prompt_rows([truth.record for truth in truths], task.renderer)
     keys = b"".join(record_key(truth.record) for truth in truths)
     prompts.origins["key"] = np.frombuffer(keys, dtype="<u8").reshape(-1, 2)
@@ -77,7 +78,7 @@ def task_prompts(truths: Sequence[GroundTruth], task: Task) -> Rows:
 
 
 def prompt_lists(prompts: Rows) -> list[list[int]]:
-    """Return the ids of each prompt as a list, for generators."""
+    """Return the token ids of each prompt as a list."""
     return [prompts.ids[start:stop].tolist() for start, stop in pairwise(prompts.row_start.tolist())]
 
 
@@ -85,9 +86,9 @@ def prompt_lists(prompts: Rows) -> list[list[int]]:
 
 
 def prompt_rows(records: Sequence[Record], renderer: TurnRenderer | TemplateRenderer) -> Rows:
-    """Return one row per record, with its messages and the generation prompt, and weight 0 everywhere.
+    """Return one row per record, with its messages and the generation prompt; all tokens have weight 0.
 
-    The ids of each row equal `Renderer.prompt_ids` of its record.
+    The token ids of a row equal the result of `Renderer.prompt_ids` for its record.
     """
     if isinstance(renderer, TurnRenderer):
         rows = _turn_prompts(records, renderer)
@@ -112,7 +113,6 @@ def _turn_prompts(records: Sequence[Record], renderer: TurnRenderer) -> Rows:
 
 
 def _two_pieces_a_row(start: Index, stop: Index) -> GatherPlan:
-    """Plan rows of two pieces each; `start` and `stop` have the shape (rows, 2)."""
     numbers = np.arange(len(start) + 1, dtype=np.int64)
     return GatherPlan(
         start=start.ravel(), stop=stop.ravel(), first_piece=2 * numbers, origin=numbers[:-1], first_segment=numbers
@@ -120,7 +120,7 @@ def _two_pieces_a_row(start: Index, stop: Index) -> GatherPlan:
 
 
 def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
-    """Join each prompt and its answer into one row with the origin of the prompt."""
+    """Join each prompt and its answer into one row, which has the origin of the prompt."""
     if len(prompts) != len(answers):
         raise DataError(f"{len(prompts)} prompts and {len(answers)} answers; expected one answer per prompt")
     source = concat([prompts, *answers])
@@ -137,7 +137,7 @@ def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
 def check_prompts(
     rows: Rows, prompts: Sequence[Sequence[int]], where: Callable[[int], str] = lambda row: f"row {row}"
 ) -> None:
-    """Raise `DataError` unless each row starts with its prompt, which the loss mask must exclude."""
+    """Raise `DataError` if a row does not start with its prompt, or if its loss mask includes prompt tokens."""
     mask = rows.mask()
     for row, (start, prompt) in enumerate(zip(rows.row_start[:-1].tolist(), prompts, strict=True)):
         stop = start + len(prompt)
@@ -155,7 +155,7 @@ def check_prompts(
 
 @dataclass
 class Health:
-    """Counts that show the quality of rollouts."""
+    """Counts of rollouts, objects and tokens, which show the quality of the rollouts."""
 
     rollouts: int = 0
     valid: int = 0
@@ -230,7 +230,7 @@ def target_rows(
     border: Border = "shorter",
     weights: PartWeights = EVEN,
 ) -> Rows:
-    """Return rows of prompts and targets, and add the counts of the rollouts to `health`."""
+    """Return one row per rollout, with its prompt and its target, and add the counts of the rollouts to `health`."""
     prompts = task_prompts([truth for truth, _ in pairs], task)
     made = []
     for truth, rollout in pairs:
@@ -256,7 +256,7 @@ def target_rows(
 
 
 def answer_rows(truths: Sequence[GroundTruth], task: Task, *, train_values: bool = True) -> Rows:
-    """Return rows of prompts and true answers."""
+    """Return one row per record, with its prompt and its true answer."""
     options: dict[str, Any] = {"tokenizer": task.tokenizer, "schema": task.schema, "eos_id": task.eos_id}
     made = []
     for truth in truths:

@@ -1,4 +1,4 @@
-"""Build the row of a target, with the target id and weight of each token."""
+"""Build the training row for a rollout, with the label and weight of each token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IS_TRAINED[[Rule.ROLLOUT, Rule.VALUES_OFF]] = 0
 
 @dataclass(frozen=True)
 class PartWeights:
-    """The loss weight of each kind of token."""
+    """The loss weight of each kind of token in the training row for a rollout."""
 
     slot: float = 1.0
     """Weight of the coordinates of matched objects."""
@@ -55,7 +55,7 @@ def target_row(
     train_values: bool,
     weights: PartWeights,
 ) -> Rows:
-    """Return the row of a target; `slots` and `closing` contain positions and their target ids."""
+    """Return the training row for a rollout; `slots` and `closing` contain token positions and their label ids."""
     part = np.frombuffer(bytearray(parts), dtype=np.uint8)
     part[slots[0]] = Part.SLOT
     target = np.full(len(ids), OWN_ID, dtype=np.int32)
@@ -86,7 +86,7 @@ def _of_parts(train_values: bool, weights: PartWeights) -> tuple[NDArray[np.uint
 
 
 def one_row(ids: Ids, spans: Table) -> Rows:
-    """Return tokens and spans as a row with one conversation and no origin."""
+    """Return one row with these token ids and spans, which is one conversation without an origin."""
     origins = np.zeros(1, dtype=ORIGIN)
     origins["file"] = NO_FILE
     return Rows(ids, spans, np.array([0, len(spans)], dtype=np.int64), origins, np.array([0, 1], dtype=np.int64))

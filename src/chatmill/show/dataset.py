@@ -68,7 +68,7 @@ class DatasetView:
 
     @property
     def format_name(self) -> str | None:
-        """The chat format: a preset's name, `template`, or None if the dataset does not record it."""
+        """The name of the chat format: a preset or `template`, or None if the dataset does not record a format."""
         stored = self.dataset.meta.format if isinstance(self.dataset, PrimerCache) else None
         if stored is None and self.dataset.metadata is not None:
             stored = self.dataset.metadata.format.get("name")

@@ -77,7 +77,7 @@ class OpenFolder:
         return status is not None and stat.S_ISREG(status.st_mode)
 
     def names(self, path: Place) -> list[str]:
-        """Return the sorted names of the files in a folder, or an empty list if the path is not a folder."""
+        """Return the sorted names of the files and subfolders in a folder, or an empty list if it is not a folder."""
         try:
             fd = os.open(self._name(path), READ_FLAGS | os.O_DIRECTORY, dir_fd=self._fd)
         except OSError as error:

@@ -25,7 +25,7 @@ Chunk = tuple[Table, Index, Table]
 
 @dataclass(frozen=True)
 class RecordWeights:
-    """Record weights of the conversations in which the rule `role` trains tokens only with the new mask `train_on`."""
+    """Record weights of conversations where the rule `role` trains tokens in the new loss mask but not in the old."""
 
     keys: Keys
     """The origins of the conversations as bytes, sorted."""
@@ -48,7 +48,7 @@ class RecordWeights:
 
 
 def find_record_weights(chunks: Callable[[], Iterator[Chunk]], train_on: TrainOn) -> RecordWeights:
-    """List the conversations without a record weight, then read all chunks again to find the weights."""
+    """Find the conversations that do not contain their record weight, then search all chunks for these weights."""
     missing = [_keys(origins[_is_missing(spans, first, train_on)]) for spans, first, origins in chunks()]
     keys = np.unique(np.concatenate(missing)) if missing else _keys(np.empty(0, dtype=ORIGIN))
     lowest, highest = (np.full(len(keys), limit, dtype=np.float32) for limit in (np.inf, 0))
@@ -62,7 +62,7 @@ def find_record_weights(chunks: Callable[[], Iterator[Chunk]], train_on: TrainOn
 
 
 def _is_missing(spans: Table, first_span: Index, train_on: TrainOn) -> NDArray[np.bool_]:
-    """Return in which conversations the rule `role` trains tokens only with the new mask `train_on`."""
+    """For each conversation, return whether the rule `role` trains tokens in the new loss mask but not in the old."""
     gains = select(spans, first_span, train_on) & (spans["rule"] == Rule.ROLE)
     gained = np.diff(offsets(gains)[first_span])
     missing: NDArray[np.bool_] = (gained > 0) & (weights_by_role(spans, first_span) == 0)

@@ -28,7 +28,7 @@ _TEKKEN = (
 
 
 class Tiktoken:
-    """Byte-pair ranks with a split pattern. Special tokens have their own ids, which no merge produces."""
+    """A tiktoken vocabulary: merge ranks and a split pattern. No merge produces the id of a special token."""
 
     engine = "tiktoken"
 
@@ -58,10 +58,10 @@ class Tiktoken:
 
 
 def load_ranks(place: str, raw: bytes, *, special: Mapping[str, int]) -> Tiktoken:
-    """Load a rank file.
+    """Load a tiktoken rank file.
 
     Published rank files are recognized by their hash. For an unknown rank file, the split pattern of cl100k is assumed,
-    with a warning. `special` contains the control tokens that the folder of the file declares.
+    with a warning. `special` maps control tokens from other files in the same folder to ids.
     """
     right = "expected a token in base64, a space and a number"
     ranks = {}
@@ -86,7 +86,7 @@ def load_ranks(place: str, raw: bytes, *, special: Mapping[str, int]) -> Tiktoke
 
 
 def load_tekken(place: str, raw: bytes, content: dict[str, Any]) -> Tiktoken:
-    """Load a tekken file, in which the special tokens have the first ids, followed by the ranks.
+    """Load a tekken file, in which the special tokens have the lowest ids, and all other ids follow in rank order.
 
     [<unk> <s> </s> … filler] [rank 0, rank 1, …]
     """
@@ -126,7 +126,7 @@ def _published(place: str, sha256: str) -> dict[str, Any] | None:
 
 
 def _definition(place: str, name: str) -> tuple[str, dict[str, Any]]:
-    """Return the hash of the rank file and the definition of an encoding in the installed tiktoken.
+    """Return the hash of an encoding's rank file and the definition of the encoding, from the tiktoken package.
 
     tiktoken's constructor would download the ranks, so this function runs it with a loader that only records the hash.
     """

@@ -204,7 +204,6 @@ def find_tokenizer(
 
 
 def _places(folder: Path, training: Mapping[str, Any], name: Any) -> Iterator[str]:
-    """Yield the paths at which to search for the tokenizer."""
     if name == "bytes":
         yield "bytes"
         return

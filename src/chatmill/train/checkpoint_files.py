@@ -123,9 +123,9 @@ def read_marker(path: Path) -> tuple[dict[str, Any], dict[str, FileInfo]]:
 
 
 def unlisted(folder: Path, files: Mapping[str, FileInfo]) -> Iterator[Path]:
-    """Yield unlisted files in a checkpoint folder: tensor files, and any files in the model folder.
+    """Yield the tensor files and the files in the model folder that checkpoint.json does not list.
 
-    All other files that checkpoint.json does not list, such as notes, are ignored and never read.
+    Other unlisted files, such as notes, are ignored and never read.
     """
     inside = [path for path in folder.iterdir() if path.name.startswith("state-") or path.suffix == ".safetensors"]
     model = folder / MODEL

@@ -100,8 +100,8 @@ def _check_can_quantize(files: ModelFiles) -> None:
 
 
 def check_shapes(files: ModelFiles, config: Any, weights: WeightPrecision, *, share: int = 1) -> WeightDtypes:
-    """Return the dtypes in which to load a model. Raise `DataError` if the weights do not match the model config or do
-    not fit into memory.
+    """Return the dtype in which to load each weight of a model. Raise `DataError` if the weights do not match the model
+    config or do not fit into memory.
 
     For nf4 weights, return the dtypes before quantization. The memory check assumes that the weights are divided
     equally among `share` ranks.

@@ -1,8 +1,9 @@
-"""Triton kernels for RMSNorm and rotary embedding of queries and keys. A program processes a few heads of some tokens.
+"""Triton kernels for RMSNorm and rotary embedding of queries and keys.
 
-The two halves of each head, which the rotary embedding mixes, are loaded as two tiles (tokens x heads, size / 2).
-Queries, keys and values are distinct groups of heads, so no tile mixes them. Import this module only on a machine with
-a GPU, because only CUDA builds of torch include triton.
+Each kernel program processes a few heads of a few tokens. The two halves of each head, which the rotary embedding
+mixes, are loaded as two tiles of shape (tokens x heads, head size / 2). A tile contains only query heads, only key
+heads or only value heads. Import this module only on a machine with a GPU, because only CUDA builds of torch include
+triton.
 """
 
 from __future__ import annotations

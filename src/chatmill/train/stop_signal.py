@@ -20,7 +20,7 @@ SAME_SECONDS = 2.0
 
 
 class StopRequest:
-    """The first SIGINT or SIGTERM, after which the run ends with a checkpoint; `by` is None until a signal arrives."""
+    """A request to end the run with a checkpoint; `by` is the name of the signal, or None until a signal arrives."""
 
     def __init__(self) -> None:
         self.by: str | None = None
@@ -33,7 +33,7 @@ class StopRequest:
         self._arrived.set()
 
     def finished_step(self) -> None:
-        """Cancel the time limit when a step has finished, because saving a checkpoint may take a long time."""
+        """Cancel the time limit when a step has finished, because saving a checkpoint can take a long time."""
         if self.by is not None:
             self._finished.set()
 

@@ -1,7 +1,7 @@
 """Bugs planted in chatmill on purpose, each with the trial that must detect it.
 
 Each bug is planted by patching the library in a separate process. With a planted bug, its trial must report that
-a result is lost or silently wrong. Each module of this package has the bugs of one area.
+a result is lost or silently wrong. Each module of this package contains the bugs of one area.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""After every kill, the log must verify, and must be at the same step as the saved state."""
+"""After every killed run, the audit log must be valid, and must contain the step of the saved state."""
 
 from __future__ import annotations
 

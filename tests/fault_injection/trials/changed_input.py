@@ -1,4 +1,4 @@
-"""Changes keep the size and modification time of a file where possible, like `cp -p` or a restored backup."""
+"""Change input files; where possible, keep their size and modification time, as `cp -p` or a restored backup does."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def lie(data: dict[str, Any], rng: random.Random) -> str:
 
 
 def read_all(dataset: Path) -> dict[str, tuple[bytes, ...]]:
-    """Return all data of all rows, except file names, which occur only in the metadata."""
+    """Return the data of all rows as bytes, without the names of input files, which only the metadata contains."""
     opened = open_dataset(dataset)
     rows = {name: opened[name].rows(np.arange(len(opened[name]))) for name in opened.splits}
     return {name: tuple(getattr(found, field).tobytes() for field in FIELDS) for name, found in rows.items()}

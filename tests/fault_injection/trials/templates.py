@@ -93,7 +93,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def escaped(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Run Python code in a template process, as a template that has escaped from Jinja could."""
+    """Run Python code in a template process, as a template that escaped from Jinja's sandbox could."""
     os.environ["HF_TOKEN"] = TOKEN
     sys.path.insert(0, str(Path(python_service.__file__).parent))
     is_planted = "lock_down" in channel._START

@@ -30,7 +30,7 @@ logging.getLogger().setLevel(logging.ERROR)
 
 
 class NoTokenizer(BaseTokenizer):
-    """A placeholder for the tokenizer that torchtitan expects; chatmill's rows are already tokens."""
+    """A placeholder for the tokenizer that torchtitan expects; chatmill's rows are already tokenized."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):

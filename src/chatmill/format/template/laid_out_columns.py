@@ -1,4 +1,4 @@
-"""Lay out conversations that are stored in columns.
+"""Find the token layouts of conversations that are stored in columns.
 
 Conversations with the same sequence of roles share a layout, so few of them are converted to `Record`s.
 """
@@ -23,7 +23,7 @@ from chatmill.records.record import new_message, new_record
 
 @dataclass(frozen=True, eq=False)
 class LaidOutColumns(ChatColumns):
-    """Conversations that can be rendered, stored in columns, with the layout of each conversation."""
+    """Conversations that are stored in columns, with the token layout of each conversation."""
 
     laid_out: list[LaidOut]
 
@@ -36,7 +36,7 @@ class RefusedRecord(Record, frozen=True, kw_only=True):
 
 
 class ColumnSearch:
-    """Finds control tokens in the texts of columns."""
+    """Finds control tokens in conversations that are stored in columns."""
 
     def __init__(self, tokens: ControlTokens) -> None:
         self._search = tokens.pattern.search
@@ -75,11 +75,11 @@ def lay_out_columns(
     confirm: Callable[[CachedTrace, Sequence[str], Callable[[], Record]], None],
     lay_out: Callable[[ShapeKey, list[str], Callable[[], Record]], LaidOut],
 ) -> ChatColumns | list[Record]:
-    """Lay out the conversations as columns, or as a list of records if one of them is rejected.
+    """Find the token layout of each conversation; return columns, or a list of records if a conversation is rejected.
 
-    If a conversation is rejected, only the records before it are laid out. `holding` contains the rows whose texts
-    contain control tokens. `plain` returns the cached trace of a shape, `confirm` compares a trace with the template,
-    and `lay_out` lays out one conversation.
+    If a conversation is rejected, only the records before it have layouts. `holding` contains the indices of the
+    conversations whose texts contain control tokens. `plain` returns the cached trace for a sequence of roles,
+    `confirm` compares a trace with the template, and `lay_out` returns the layout of one conversation.
     """
     has_empty = columns.start == columns.stop
     odd = holding | {*(np.searchsorted(columns.first_message, np.flatnonzero(has_empty), side="right") - 1).tolist()}
@@ -105,7 +105,7 @@ def lay_out_columns(
 
 
 def _up_to_refused(columns: ChatColumns, laid_out: Sequence[LaidOut], fault: RecordError) -> list[Record]:
-    """Return the laid-out records, then the rejected record, then the remaining records unchanged."""
+    """Return the records with layouts, then the rejected record, then the remaining records unchanged."""
     records: list[Record] = [
         laid_out_record(record, one if one.slots is not None else one._replace(slots=columns.texts(row)))
         for row, (record, one) in enumerate(zip(columns, laid_out, strict=False))

@@ -1,4 +1,4 @@
-"""Store the layouts of many rows in columns, to assemble all rows of a batch together.
+"""Store the token layouts of many rows in columns, to assemble all rows of a batch together.
 
 rows        0  1  2  3            which layout each row has: [0 1 0 0]
 layouts     [<|im_start|> user\\n · <|im_end|> \\n …]  [<|im_start|> system\\n · …]
@@ -27,7 +27,7 @@ MAX_KEPT = 2**14
 def simple_sections(
     layout: TokenLayout, num_texts: int, text_tokens: ControlTokens, encoder: ControlEncoder
 ) -> SimpleSections | None:
-    """Return the sections of a layout if every section has exactly one slot, otherwise None."""
+    """Return the sections of a token layout if each has exactly one slot for message text, otherwise None."""
     slots: list[int] = []
     around: list[tuple[str, str]] = []
     takes_columns = encoder.by_sections and not encoder.normalizes and encoder.normalized is None
@@ -59,7 +59,7 @@ def _literals(text: Sequence[TextItem]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class LayoutTable:
-    """Several layouts, stored in columns.
+    """Several token layouts, stored in columns.
 
     The `first_…` columns contain the offsets of each layout's cells, sections, boundaries and spans.
     """
@@ -98,13 +98,13 @@ Storing the layouts keeps them alive, so that no other object gets the same `id`
 
 
 class LayoutTables:
-    """Builds layout tables and keeps the last one for the next batch, because most rows share a few layouts."""
+    """Builds tables of token layouts, and keeps the last table, because the next batch often has the same layouts."""
 
     def __init__(self) -> None:
         self._kept: _Kept | None = None
 
     def rows(self, layouts: Sequence[TokenLayout]) -> RowCells:
-        """Return the cells of several rows, given the layout of each row."""
+        """Return a layout table, and the index of each row's layout in the table."""
         by_id = {id(layout): layout for layout in layouts}
         # Read `_kept` only once, because another thread may replace it at any time.
         kept = self._kept
@@ -115,7 +115,7 @@ class LayoutTables:
 
 
 def _with(kept: _Kept | None, by_id: dict[int, TokenLayout]) -> _Kept:
-    """Return the kept table with new layouts added, or only the new layouts if the table would become too large."""
+    """Return the kept table with new layouts added, or a table of only the new layouts if it would become too large."""
     every = {key: layout for key, (_, layout) in kept[1].items()} | by_id if kept else by_id
     if sum(len(layout.tokens) for layout in every.values()) > MAX_KEPT:
         every = by_id
@@ -173,19 +173,19 @@ def layout_table(layouts: Sequence[TokenLayout]) -> LayoutTable:
 
 @dataclass(frozen=True, eq=False)
 class RowCells:
-    """The cells of consecutive rows: a table of layouts, and the layout of each row."""
+    """The token layouts of consecutive rows: a table of layouts, and the index of each row's layout."""
 
     table: LayoutTable
     which: Index
     """Index of the layout of each row."""
 
     def items(self, first: Index) -> tuple[Index, Index]:
-        """Return the table indices of all items, row by row, and the number of items in each row."""
+        """Return the indices in a table column for each row, concatenated, and the number of indices per row."""
         counts = np.diff(first)[self.which]
         return ragged_index(first[self.which], counts), counts
 
     def rows(self, lengths: Index, ids: Ids) -> Rows:
-        """Build one row per conversation from the lengths of all cells. The rows have empty origins."""
+        """Build one row per conversation from token ids and the length of each cell. The rows have empty origins."""
         table = self.table
         numbers, counts = self.items(table.first_span)
         spans = table.spans.take(numbers)

@@ -57,7 +57,7 @@ class Layout:
 
 
 def take_datasets(translation: Translation, keys: TheirKeys, name: str, layout: Layout, *, only_val: bool) -> None:
-    """Convert each entry of `datasets` or `test_datasets` to a source."""
+    """Convert each entry of `datasets` or `test_datasets` to a recipe source."""
     entries = keys.tables(name)
     for number, entry in enumerate(entries or []):
         _take_dataset(translation, TheirKeys(entry, translation, f"{keys.path(name)}[{number}]."), layout, only_val)
@@ -165,7 +165,7 @@ def _take_type(translation: Translation, keys: TheirKeys, kind: str, number: int
 
 
 def take_messages(translation: Translation, keys: TheirKeys, kind: str, number: int, layout: Layout) -> None:
-    """Read the column names, message keys, roles and trained turns of a dataset of messages."""
+    """Convert the column names, message keys, roles and trained turns of a dataset of messages."""
     is_sharegpt = kind == "sharegpt"
     columns: dict[str, Any] = {}
     translation.take(keys.path("type"), kind, source=(number, {"shape": "sharegpt" if is_sharegpt else "messages"}))
@@ -256,7 +256,7 @@ def _take_trained(translation: Translation, keys: TheirKeys, number: int) -> Non
 def _take_user_defined(
     translation: Translation, keys: TheirKeys, kind: Mapping[str, Any], number: int, layout: Layout
 ) -> None:
-    """Read a `type` that is a table of column names and prompt formats."""
+    """Convert a `type` that is a table of column names and prompt formats."""
     table = TheirKeys(kind, translation, f"{keys.path('type')}.")
     translation.sources[number]["shape"] = "alpaca"
     columns: dict[str, Any] = {}

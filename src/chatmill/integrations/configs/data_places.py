@@ -3,7 +3,7 @@
     tatsu-lab/alpaca, split train       hf://datasets/tatsu-lab/alpaca@refs/convert/parquet/default/train/*.parquet
     tatsu-lab/alpaca, file a.json       hf://datasets/tatsu-lab/alpaca/a.json
 
-If no files are named, the URL points to the Hub's Parquet copy of the dataset.
+If a config does not name files, the URL points to the Hub's Parquet copy of the dataset.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def is_local(path: str) -> bool:
 def data_inputs(
     path: str, *, files: list[str] | None = None, config: str | None = None, split: str = "train", revision: str = ""
 ) -> list[str]:
-    """Return the `inputs` of a source; raise `DataError` for a file format that chatmill cannot read."""
+    """Return the `inputs` of a recipe source; raise `DataError` for a file format that chatmill cannot read."""
     if path in ("json", "parquet", "arrow") and files:
         inputs = files
     elif _URL.match(path):
@@ -78,7 +78,7 @@ def data_inputs(
 
 
 def source_name(path: str, taken: list[str]) -> str:
-    """Return a unique name for a source, derived from the path of its data."""
+    """Return a unique name for a source, made from the last part of its path."""
     name = re.sub(r"[^\w.-]+", "-", path.rstrip("/").split("/")[-1]).strip("-.") or "data"
     for suffix in SUFFIXES:
         name = name.removesuffix(suffix)
@@ -89,7 +89,7 @@ def source_name(path: str, taken: list[str]) -> str:
 
 
 def take_model(translation: Translation, keys: TheirKeys, name: str, revision: str, *, tokenizer: str = "") -> None:
-    """Set the folder of the base model; for a model on the Hub, also add the download command."""
+    """Set the base model in the recipe and the training config; for a model on the Hub, also add a download command."""
     model, at = keys.text(name), keys.text(revision)
     if model is None:
         if translation.model is not None:

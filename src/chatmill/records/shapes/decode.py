@@ -30,7 +30,7 @@ _REASON = re.compile(r"JSON is malformed: (.*) \(byte (\d+)\)")
 
 
 def decode(data: bytes) -> Any:
-    """Decode `data`; duplicate keys in an object are an error.
+    """Decode JSON; raise `RecordError` if it is invalid, or if an object has duplicate keys.
 
     Deep nesting raises a `RecursionError`.
     """
@@ -69,7 +69,7 @@ def repeated_key(data: bytes) -> str | None:
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
-    """Decode `data`, which must be a JSON object."""
+    """Decode a JSON object; raise `RecordError` for any other JSON value."""
     value = decode(data)
     if type(value) is not dict:
         raise RecordError(f"the record is {named(value)}", "expected one JSON object", kind="object")
@@ -77,7 +77,7 @@ def decode_object(data: bytes) -> dict[str, Any]:
 
 
 def decode_text(data: bytes) -> str:
-    """Decode `data` as UTF-8 text without NUL bytes."""
+    """Decode UTF-8 text; raise `RecordError` if it is invalid or contains a NUL byte."""
     if fault := _text_fault(data):
         raise fault
     return data.decode()
@@ -89,7 +89,7 @@ def compact(value: Any) -> str:
 
 
 def json_line(value: Any) -> bytes:
-    """Encode a value as a line of JSON, including file names that are not valid UTF-8."""
+    """Encode a value as a line of JSON; its strings can contain file names that are not valid UTF-8."""
     try:
         return msgspec.json.encode(value) + b"\n"
     except UnicodeEncodeError:
@@ -97,7 +97,7 @@ def json_line(value: Any) -> bytes:
 
 
 def named(value: Any) -> str:
-    """Return the type of a JSON value as named in errors, such as `a number` or `an object`."""
+    """Return the type of a JSON value for an error message, such as `a number` or `an object`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -109,7 +109,7 @@ def named(value: Any) -> str:
 
 
 def wrong_type(owner: str, key: str, value: Any) -> str:
-    """Return the start of an error about a value with the wrong type, such as `message 1: role is a number`."""
+    """Return the first part of an error message about a wrong type, such as `message 1: role is a number`."""
     what = f"{key} is {named(value)}"
     return what if owner == "the record" else f"{owner}: {what}"
 
@@ -142,7 +142,7 @@ def _text_fault(data: bytes) -> RecordError | None:
 
 
 def _place(data: bytes, at: int) -> str:
-    """Format a byte offset as a column, such as `column 5`; after the first line, add the line of the record."""
+    """Format a byte offset as a column, such as `column 5`; if it is not in the first line, add the line number."""
     column = len(data[data.rfind(b"\n", 0, at) + 1 : at].decode(errors="replace")) + 1
     below = data.count(b"\n", 0, at)
     return f"column {column}" + (f" of line {below + 1} of the record" if below else "")

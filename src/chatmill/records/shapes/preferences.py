@@ -17,7 +17,7 @@ _QUESTION_KEYS = ("question", "query", "input")
 
 
 def refuse_preferences(owner: str, record: dict[str, Any]) -> None:
-    """Raise if the record is a DPO pair, or has a KTO label."""
+    """Raise `RecordError` if the record is a DPO pair or has a KTO label."""
     for key in PREFERENCE_KEYS:
         if record.get(key) is not None:
             what = f'{owner} has "{key}", as in preference data (DPO)'
@@ -61,6 +61,6 @@ def _columns(record: dict[str, Any]) -> str:
 
 
 def _message_names(turns: list[Any]) -> str:
-    """Return the pairs of `--columns` that rename the keys of ShareGPT messages."""
+    """Return the part of a `--columns` value that renames the keys of ShareGPT messages; empty for other messages."""
     is_sharegpt = bool(turns) and isinstance(turns[0], dict) and "from" in turns[0]
     return ",role=from,content=value" if is_sharegpt else ""

@@ -3,8 +3,8 @@
     run ── log, log_samples, … ──▶ queue ──▶ thread of a tracker ──▶ its client ──▶ files or a server
 
 Each tracker runs in its own thread. Failed tracker calls are counted, and the first error is shown in one line. The run
-waits for trackers only when they start and at the end, up to a time limit. A run is refused if a client or credentials
-are missing or a setting is wrong.
+waits for trackers only when they start and at the end, up to a time limit. A run does not start if the client or
+the credentials of a tracker are missing, or if a setting is wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WAITING = 10_000
 
 
 def named_trackers(report_to: Sequence[str] | str) -> list[Tracker]:
-    """Return the trackers in `report_to`; raise `UsageError` if a client is not installed."""
+    """Return the trackers in `report_to`; raise `UsageError` if the package of a tracker is not installed."""
     names = [report_to] if isinstance(report_to, str) else report_to
     for name in names:
         spec = find_spec(name)
@@ -77,7 +77,7 @@ class Reporter:
                 raise refusal
 
     def keep_ids(self) -> None:
-        """Write the run ids to the run folder, once it exists; trackers that start later add their ids."""
+        """Write the run id of each tracker to the run folder, which must exist; later trackers add their ids."""
         with self._lock:
             self._keeps_ids = True
             self._write_ids()
@@ -148,7 +148,7 @@ class _Worker:
         self._thread.start()
 
     def wait_for_start(self, seconds: float) -> ChatmillError | None:
-        """Wait until the tracker has started; return the error with which it refuses the run, if any."""
+        """Wait until the tracker has started; return the error if the tracker refuses the run, otherwise None."""
         if not self._ready.wait(seconds):
             self._note(f"has not started after {seconds:g} seconds; the run continues")
         return self._refusal

@@ -1,4 +1,4 @@
-"""The template values that are not plain data: undefined values, namespaces, and `dict`."""
+"""Values in chat templates that are not plain data: undefined values, namespaces, and `dict`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class UndefinedVariableError(UndefinedError):
 class UndefinedValue(Undefined):
     """Jinja's undefined value, which renders as an empty string.
 
-    The undefined value of a forbidden attribute raises an error when it is used.
+    If a template reads a forbidden attribute, the result raises an error when it is rendered.
     """
 
     __slots__ = ()
@@ -60,7 +60,7 @@ def _check_name(name: object) -> None:
 
 
 class TemplateDict:
-    """A replacement for `dict` in templates; it can be called, but does not expose the attributes of `dict`."""
+    """A replacement for `dict` in templates; it can be called, and its only method is `fromkeys`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
