@@ -1,4 +1,4 @@
-"""Caches in the primer format: one folder per source and one file per shard, read like a dataset's episodes.
+"""Read and write datasets in the primer cache format: one folder per source, and one file per shard.
 
 OUT/SOURCE/meta.json              written last: counts, the ledger, size and sha256 of every shard and of itself
 OUT/SOURCE/train|val/shard_00000.bin
@@ -80,7 +80,7 @@ class CacheSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheMeta:
-    """The content of `meta.json`, with the key names from the specification."""
+    """The content of a cache's `meta.json`; each field has the name of its JSON key."""
 
     source: str
     format: str
@@ -99,14 +99,14 @@ class CacheMeta:
 
     @property
     def sha256(self) -> str:
-        """The hash of the cache: caches with equal hashes have equal bytes."""
+        """The hash of the cache; two caches with equal hashes have identical files."""
         return self_hash(self._data())
 
     def to_bytes(self) -> bytes:
         return hashed_text(self._data())
 
     def stored_counts(self) -> dict[str, int]:
-        """Return the total numbers of examples, tokens and label tokens."""
+        """Return the numbers of examples, tokens and label tokens over all splits."""
         sums = [sum(getattr(split, total) for split in self.splits.values()) for total in TOTALS]
         return dict(zip(("examples", "tokens", "label tokens"), sums, strict=True))
 
@@ -122,14 +122,16 @@ class CacheMeta:
 
 
 def cache_folder(out: P, source: str) -> P:
-    """Return the cache folder of a source; raise `UsageError` if the name is a path."""
+    """Return the cache folder of a source; raise `UsageError` if the source name is not a plain folder name."""
     if source in ("", ".", "..") or source.startswith(".") or not set(source).isdisjoint("/\\") or "\0" in source:
         raise UsageError(f'"{one_line(source)}" is not a source name; expected a name such as primer, not a path')
     return out / source
 
 
 def check_place(out: Path, source: str, *, overwrite: bool) -> Path:
-    """Return the folder for a new cache; raise an error if it cannot be written. Call this before doing any work."""
+    """Return the folder for a new cache; raise an error if a cache cannot be published there. Commands call this
+    function before they do any work.
+    """
     target = cache_folder(out, source)
     recover(target, CACHE)
     check_target(target, overwrite=overwrite, kind=CACHE)
@@ -161,10 +163,12 @@ def write_cache(
     shard_tokens: int = SHARD_TOKENS,
     overwrite: bool = False,
 ) -> CacheMeta:
-    """Build a cache in a staging folder and publish it as OUT/SOURCE with one rename. A failed build leaves no files.
+    """Build a cache in a temporary folder and publish it as OUT/SOURCE with one rename. A failed build leaves no files
+    behind.
 
-    Return `meta` with the splits that were written. The bytes do not depend on how the rows of a split are divided into
-    parts. The ledger of `meta` may be filled while rows are produced; after the last row, the ledger must balance.
+    Return `meta` with the splits that were written. The written bytes depend only on the rows of each split, not on how
+    the rows are divided into `Rows` objects. The caller can fill the ledger of `meta` while it produces rows; the
+    totals of the ledger are checked after the last row.
     """
     target = cache_folder(out, meta.source)
     with building(target, "building", overwrite=overwrite, kind=CACHE) as staging:
@@ -192,7 +196,7 @@ def _write_split(folder: Path, parts: Iterable[Rows], vocab_size: int, shard_tok
 
 
 def _by_shard(parts: Iterable[Rows], shard_tokens: int) -> Iterator[Rows]:
-    """Yield the rows of each shard; only one shard is in memory at a time."""
+    """Regroup the rows into one `Rows` object per shard; only one shard is in memory at a time."""
     if shard_tokens < 1:
         raise ValueError(f"shard_tokens is {shard_tokens}; expected at least 1")
     held: list[Rows] = []
@@ -238,7 +242,9 @@ def _write_shard(path: Path, rows: Rows, *, vocab_size: int) -> CacheShard:
 
 @dataclass(frozen=True)
 class PrimerCache(Dataset):
-    """An open cache: `cache["train"]` returns the episodes of a split, with a mask but without spans and origins."""
+    """An open cache. `cache["train"]` returns the episodes of the train split, which have a loss mask but no spans and
+    no origins.
+    """
 
     meta: CacheMeta
 
@@ -248,13 +254,15 @@ class PrimerCache(Dataset):
 
 
 def is_cache(path: str | Place) -> TypeGuard[str | Path]:
-    """Return whether a folder is the cache of a source. A URL is never a cache."""
+    """Return whether a path is the local folder of a cache. The result is False for every URL."""
     where = place(path)
     return isinstance(where, Path) and (where / META).is_file()
 
 
 def open_cache(path: str | Path) -> PrimerCache:
-    """Open the cache of one source, OUT/SOURCE; raise `DataError` if a shard is missing or has the wrong size."""
+    """Open the cache of one source in the folder OUT/SOURCE; raise `DataError` if a shard is missing or has the wrong
+    size.
+    """
     return in_folder(local_path(path), EXPECTED, _cache_in)
 
 
@@ -267,7 +275,7 @@ def _cache_in(folder: OpenFolder) -> PrimerCache:
 
 
 def _read_meta(folder: OpenFolder) -> CacheMeta:
-    """Read `meta.json`; raise `DataError` if the file differs from what chatmill wrote."""
+    """Read `meta.json`; raise `DataError` if the file was changed after chatmill wrote it."""
     path = folder.path / META
     return parse_meta(read_hashed(path, "cache", folder.read), place=str(path))
 
@@ -313,13 +321,13 @@ def _shards(folder: Path, meta: CacheMeta) -> Iterator[tuple[Path, CacheShard]]:
 
 
 def cache_manifest(folder: Path, meta: CacheMeta) -> Manifest:
-    """Return every shard of a cache with the size and hash that `meta.json` records."""
+    """Return the path of every shard of a cache, with the size and hash that `meta.json` records."""
     shards = [(path, FileInfo(shard.size(meta.dtype), shard.sha256)) for path, shard in _shards(folder, meta)]
     return Manifest(shards, META, "cache")
 
 
 def _shard_faults(folder: OpenFolder, meta: CacheMeta) -> Iterator[str]:
-    """Yield faults for shards that are missing or have the wrong size or header."""
+    """Yield an error message for each shard that is missing or has the wrong size or header."""
     wrong_sizes = list(cache_manifest(folder.path, meta).size_faults(folder))
     yield from wrong_sizes
     for path, shard in _shards(folder.path, meta) if not wrong_sizes else ():
@@ -341,7 +349,7 @@ def _episodes(stored: StoredFiles, split: str, meta: CacheMeta) -> CachedEpisode
 def _parts(
     dtype: np.dtype[np.unsignedinteger], examples: int, tokens: int
 ) -> dict[str, tuple[int, np.dtype[Any], int]]:
-    """Return the byte offset, type and record count of each part of a shard."""
+    """Return the byte offset, dtype and length of each array in a shard file: index, tokens and mask."""
     index = HEADER.size
     ids = index + examples * EPISODE.itemsize
     mask = ids + tokens * dtype.itemsize
@@ -349,7 +357,7 @@ def _parts(
 
 
 class CachedEpisodes(Episodes):
-    """The examples of one split. In a cache, the `folder` of a shard is the path of a file."""
+    """The examples of one split of a cache. The attribute `folder` of each shard is the path of the shard's file."""
 
     def _place(self, number: int, name: str) -> tuple[Place, np.dtype[Any], int]:
         shard = self.shards[number]
@@ -361,7 +369,7 @@ class CachedEpisodes(Episodes):
 
 
 def verify_cache(path: str | Path, *, full: bool) -> Verified:
-    """Check a cache and return all faults, one line each; `full` reads and hashes every byte."""
+    """Check a cache and return all errors, one line each. With `full`, also hash every shard."""
     try:
         return in_folder(local_path(path), EXPECTED, lambda folder: _verified(folder, full=full))
     except DataError as error:
@@ -390,7 +398,7 @@ def _verified(folder: OpenFolder, *, full: bool) -> Verified:
 
 
 def _table_faults(episodes: Episodes, number: int, shard: CacheShard, vocab_size: int) -> Iterator[str]:
-    """Yield the first fault in the content of a shard, if any."""
+    """Yield an error message for the first error in the index, mask or token ids of a shard, if any."""
     place = episodes.shards[number].folder
     index: Table = episodes.array(number, INDEX)
     length = index["length"].astype(np.int64)

@@ -1,7 +1,8 @@
 """Publish a finished build atomically: sync all files, then rename the folder once.
 
-chatmill replaces and removes only files that it wrote; the marker of a folder lists these files. If a folder contains a
-file that its marker does not list, the command fails before it does any work.
+chatmill replaces and removes only files that it wrote. These files are listed in the folder's marker file, such as
+dataset_metadata.json. If a folder contains a file that the marker file does not list, the command fails before it does
+any work.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class FolderKind:
-    """A kind of folder that is published atomically.
+    """Describes a kind of folder, such as a dataset, that is published atomically.
 
-    Paths are relative to the folder; the path of a subfolder ends with a slash.
+    All paths are relative to the folder, and the path of a subfolder ends with a slash.
     """
 
     name: str
@@ -73,7 +74,9 @@ class _Contents:
 
 
 def _contents(folder: Path, is_own: Callable[[str], object], prefix: str = "") -> _Contents:
-    """List the paths below a folder; links and special files are treated as files that chatmill did not write."""
+    """List all paths in a folder, recursively. Links and special files are treated as files that chatmill did not
+    write.
+    """
     contents = _Contents([], [])
     with os.scandir(folder / prefix) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
@@ -91,7 +94,9 @@ def _contents(folder: Path, is_own: Callable[[str], object], prefix: str = "") -
 
 
 def _is_listed(folder: Path, kind: FolderKind) -> Callable[[str], bool]:
-    """Return a predicate for paths that the marker lists; raise `DataError` if chatmill did not write the marker."""
+    """Return a function that tells whether the marker file lists a path; raise `DataError` if chatmill did not write
+    the marker file.
+    """
     if kind.listed is None:
         raise DataError(f"{folder}: a {kind.name} has no list of its files")
     paths = {kind.marker, *kind.listed(folder)}
@@ -100,7 +105,9 @@ def _is_listed(folder: Path, kind: FolderKind) -> Callable[[str], bool]:
 
 
 def _is_own(folder: Path, kind: FolderKind) -> Callable[[str], object]:
-    """Return a predicate for paths that chatmill wrote, based on the marker or, without a marker, on a pattern."""
+    """Return a function that tells whether chatmill wrote a path: whether the marker file lists the path or, without a
+    valid marker file, whether the path matches `kind.built`.
+    """
     try:
         return _is_listed(folder, kind)
     except DataError:
@@ -108,7 +115,7 @@ def _is_own(folder: Path, kind: FolderKind) -> Callable[[str], object]:
 
 
 def names_of(paths: Sequence[str]) -> str:
-    """Return the first few paths in printable form, followed by the number of remaining paths."""
+    """Join the first few paths with commas, and append the number of remaining paths."""
     more = f" and {len(paths) - SHOWN:,} more" if len(paths) > SHOWN else ""
     return ", ".join(one_line(path) for path in paths[:SHOWN]) + more
 
@@ -117,7 +124,7 @@ def names_of(paths: Sequence[str]) -> str:
 
 
 def check_target(target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -> None:
-    """Raise an error if no build can be published at `target`; call this before doing any work."""
+    """Raise an error if a build cannot be published at `target`. Commands call this function before they do any work."""
     if local_path(target).name in ("", ".."):
         raise UsageError(f"{target}: has no name; use NAME or DIR/NAME as the folder of the {kind.name}")
     if target.is_symlink():
@@ -130,7 +137,9 @@ def check_target(target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -
 
 
 def _check_replaceable(folder: Path, target: Path, kind: FolderKind) -> None:
-    """Raise `DataError` unless the marker lists everything in `folder`; the error message names `target`."""
+    """Raise `DataError` if `folder` contains a file that its marker file does not list. The error message names
+    `target` instead of `folder`.
+    """
     if folder.is_symlink() or not folder.is_dir():
         raise DataError(f"{target}: is not a folder and is not replaced; remove it or use another name")
     if not any(folder.iterdir()):
@@ -168,15 +177,18 @@ def staging_for(target: Path) -> Path:
 
 
 def set_aside(target: Path) -> Path:
-    """Return the temporary name of the old dataset, used if the system cannot swap two folders atomically."""
+    """Return the temporary path of the old dataset while it is replaced, for systems that cannot swap two folders
+    atomically.
+    """
     return target.with_name(f".{target.name}.replaced")
 
 
 def publish(staging: Path, target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -> None:
     """Sync all files in `staging` and rename the folder to `target`.
 
-    If the target exists, an error is raised or, with `overwrite`, the old dataset is replaced and removed. When this
-    function returns, the new dataset survives a power loss. If the old dataset cannot be removed, a warning is issued.
+    If `target` already exists, raise an error or, with `overwrite`, replace and remove the old dataset. When this
+    function returns, the new dataset is synced to disk and survives a power loss. If the old dataset cannot be removed,
+    issue a warning.
     """
     if not (staging / kind.marker).is_file():
         raise DataError(f"{staging}: has no {kind.marker}; unfinished builds are not published")
@@ -209,7 +221,9 @@ def publish(staging: Path, target: Path, *, overwrite: bool, kind: FolderKind = 
 
 
 def recover(target: Path, kind: FolderKind = DATASET) -> None:
-    """Recover from an interrupted replacement: undo it if only the first rename was done, otherwise finish it."""
+    """Recover from an interrupted replacement of `target`: restore the old folder if the new one is not in place yet,
+    otherwise remove the old folder.
+    """
     aside = set_aside(target)
     if aside.is_symlink() or not aside.is_dir():
         return
@@ -253,7 +267,7 @@ def remove_folder(folder: Path, kind: FolderKind) -> str:
 
 
 def remove_contents(folder: Path, kind: FolderKind) -> str:
-    """Remove the contents of a folder like `remove_folder`, but keep the folder itself."""
+    """Remove all files in a folder but keep the folder itself; the return value is the same as that of `remove_folder`."""
     if folder.is_symlink():
         return "is a symbolic link"
     try:
@@ -274,7 +288,6 @@ def remove_contents(folder: Path, kind: FolderKind) -> str:
 
 
 def _remove_replaced(folder: Path, target: Path, kind: FolderKind) -> None:
-    """Remove a folder that was replaced, or warn if that fails."""
     if not (left := remove_folder(folder, kind)):
         return
     try:
@@ -305,11 +318,11 @@ def building(
     source: Place | None = None,
     reads: Iterable[Path] = (),
 ) -> Iterator[Path]:
-    """Yield a locked folder next to `target` to build in; publish it when the `with` block ends, or remove it on
-    failure.
+    """Yield a locked, empty folder next to `target` to build in. Publish the folder as `target` when the `with` block
+    ends, or remove it if the block fails.
 
-    `source` is the dataset that is read inside the `with` block; it must not overlap with `target`. `reads` lists other
-    files that are read inside the `with` block.
+    `source` is the dataset that is read inside the `with` block; neither of `source` and `target` may contain the
+    other. `reads` lists other files that are read inside the `with` block and must not be in `target`.
     """
     here, there = files.real(target), files.real(target if source is None or isinstance(source, Url) else source)
     if here != there and (here in there.parents or there in here.parents):
@@ -342,9 +355,10 @@ def building_aside(target: Path, doing: str, *, kind: FolderKind = DATASET) -> I
 
 @contextmanager
 def locked(path: Path, busy: str, *, opened: Callable[[], int], patience: float = 0) -> Iterator[None]:
-    """Hold a lock on the file or folder that `opened` opens. If the process is killed, the system releases the lock.
+    """Lock the file or folder that `opened` opens while the `with` block runs. If the process is killed, the operating
+    system releases the lock.
 
-    If another process holds the lock for more than `patience` seconds, raise a `DataError` with the text `busy`.
+    If another process holds the lock for more than `patience` seconds, raise a `DataError` with the message `busy`.
     """
     until = time.monotonic() + patience
     while True:

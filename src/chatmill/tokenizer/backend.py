@@ -24,10 +24,10 @@ Offsets = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class TextColumns(Sequence[str]):
-    """Many texts in one UTF-8 buffer. Each text is before[kind] + data[start:stop] + after[kind].
+    """A sequence of strings stored in one UTF-8 buffer. String i is before[kind[i]] + data[start[i]:stop[i]] +
+    after[kind[i]].
 
-    The compiled engine encodes the texts without creating strings. All engines except the compiled one use this class
-    as a sequence of strings.
+    The C engine encodes the buffer without creating Python strings; other engines iterate over the strings.
     """
 
     data: bytes
@@ -44,7 +44,7 @@ class TextColumns(Sequence[str]):
         return map(bytes.decode, self.encoded())
 
     def encoded(self) -> Iterator[bytes]:
-        """Yield each text as UTF-8 bytes."""
+        """Yield each string as UTF-8 bytes."""
         data, before, after = self.data, self.before, self.after
         for kind, start, stop in zip(self.kind.tolist(), self.start.tolist(), self.stop.tolist(), strict=True):
             yield before[kind] + data[start:stop] + after[kind]
@@ -69,11 +69,11 @@ class TextTokenizer(Protocol):
 
 
 class Backend(Protocol):
-    """Encodes text with one kind of tokenizer file. Text is never encoded as a control token."""
+    """Encodes text with one kind of tokenizer file. The text never produces control tokens."""
 
     @property
     def engine(self) -> str:
-        """The name of the library that encodes text."""
+        """Name of the library that encodes text."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -83,7 +83,7 @@ class Backend(Protocol):
 
     @property
     def control(self) -> Mapping[str, int]:
-        """The ids of the control tokens, by token."""
+        """Maps each control token to its id."""
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         """Return the concatenated ids of all texts, and len(texts)+1 offsets into the ids."""
@@ -101,18 +101,18 @@ def is_markup(token: str) -> bool:
 
 
 def aliases(control: Mapping[str, int]) -> dict[str, str]:
-    """Return, for each control token, a name that no text can contain.
+    """Map each control token to a placeholder name that cannot occur in text.
 
-    A control token is renamed instead of removed, because removing it would change the ids of later tokens. Each
-    name contains a random secret that every process generates anew, so no message can contain a name. Token ids do not
-    depend on the secret, and no name is a prefix of another name.
+    Control tokens in the tokenizer are renamed instead of removed, because removing a token would change the ids of
+    later tokens. Each name contains a new random number, so no message can contain it. No name is a prefix of another
+    name, and the token ids do not depend on the names.
     """
     secret = secrets.token_hex(16)
     return {token: f"\U0010ffff{secret}:{id}\U0010ffff" for token, id in control.items()}
 
 
 def flat(arrays: Sequence[NDArray[np.generic]]) -> tuple[Ids, Offsets]:
-    """Return the concatenated ids of several texts, and the offsets of the texts.
+    """Concatenate the token ids of several texts; also return the offset of each text.
 
     [7 8] [] [9]  ->  [7 8 9], [0 2 2 3]
     """
@@ -122,7 +122,7 @@ def flat(arrays: Sequence[NDArray[np.generic]]) -> tuple[Ids, Offsets]:
 
 @contextmanager
 def faults_of(place: str, what: str, right: str) -> Iterator[None]:
-    """Convert any exception from a library to a one-line `DataError` of the form `place: what (message); right`."""
+    """Convert any exception in the `with` block to a `DataError` with the message `place: what (error message); right`."""
     try:
         yield
     except (ChatmillError, MemoryError):
@@ -147,7 +147,7 @@ CONTROL_TOKENS = (
 
 
 class ByteLevel:
-    """A tokenizer with one id per byte, which is lossless for every text."""
+    """The built-in tokenizer `bytes`, in which every byte is one token."""
 
     engine = "bytes"
     vocab_size = 256 + len(CONTROL_TOKENS)
@@ -182,7 +182,9 @@ _CATEGORIES = (
 
 
 def _contractions(letter: str) -> str:
-    """Return test text in which a letter precedes, follows or replaces part of each contraction."""
+    """Return text for comparing two tokenizers, in which `letter` precedes, follows or replaces a letter of each
+    contraction.
+    """
     words = [f"'{word}" for word in ("s", "t", "re", "ve", "m", "ll", "d")]
     words += [word.upper() for word in words] + ["'Re", "'vE", "'lL"]
     replaced = {word[:n] + letter + word[n + 1 :] for word in words for n in range(1, len(word))}
@@ -191,7 +193,7 @@ def _contractions(letter: str) -> str:
 
 
 def _between(letter: str) -> str:
-    """Return test text with a letter between characters of every class that split patterns distinguish."""
+    """Return text for comparing two tokenizers, with `letter` between characters of different Unicode classes."""
     others = ("a", "A", "1", " ", "\n", ".", letter)
     return "".join(before + letter + after for before in others for after in others)
 

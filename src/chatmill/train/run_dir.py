@@ -2,8 +2,8 @@
 
 checkpoints/NAME/config.json  metrics.jsonl  loss.svg  rows/  trackers.json  step_00000500/
 
-The training loop and the rollout loop share these functions. Each log line is a JSON object with a step. A resumed run
-first removes the lines of steps after its checkpoint.
+The training loop and the rollout loop share these functions. Each log line is a JSON object with the key `step`. A
+resumed run first removes the log lines of all steps after its checkpoint.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ COLUMNS = ("episodes", "segments", "losses", "weights")
 def open_resumed(
     folder: Path, resume: str | None, world: World, *, otherwise: str, logs: Sequence[str] = ()
 ) -> Checkpoint | None:
-    """Open the checkpoint from which a run resumes. Return None for a new run; its folder must not contain a run yet.
+    """Open the checkpoint from which a run resumes, or return None for a new run. Raise `UsageError` if the folder of a
+    new run already contains a run.
 
-    If the folder cannot be used, the error message suggests `otherwise`. `logs` are additional files that the run
-    writes. All ranks must call this function.
+    If the folder cannot be used, the error message ends with the advice `otherwise`. `logs` are the names of additional
+    log files that the run writes. All ranks must call this function.
     """
 
     def choose() -> Path | None:
@@ -66,7 +67,7 @@ def open_resumed(
 
 
 def _is_run_config(path: Path) -> bool:
-    """Return whether a file is the config of a run, which a restarted run may overwrite."""
+    """Return whether a file is the config.json of a training run, and not, for example, the config.json of a model."""
     try:
         config = json.loads(path.read_bytes())
     except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
@@ -79,8 +80,8 @@ LATER_KEYS = {"quantize": "none"}
 
 
 def config_changes(checkpoint: Checkpoint, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Describe which of the keys `names` differ between the configs of a checkpoint and a run. Skip keys that the
-    checkpoint lacks.
+    """Return one message for each config key in `names` whose value differs between a checkpoint and the current run.
+    Skip keys that the checkpoint lacks.
     """
     old, new = {**LATER_KEYS, **checkpoint.state.get("config", {})}, json.loads(json.dumps(config))
     return [
@@ -91,7 +92,9 @@ def config_changes(checkpoint: Checkpoint, config: Mapping[str, Any], names: Ite
 
 
 class RunDir:
-    """The logs and progress of a run. Rank 0 writes all logs except the row losses, which every rank writes."""
+    """Writes the logs of a training run and shows its progress. Rank 0 writes all logs except the losses of
+    conversations, which every rank writes for its own rows.
+    """
 
     def __init__(
         self,
@@ -107,11 +110,12 @@ class RunDir:
         trackers: Sequence[Tracker] = (),
         data: Mapping[str, Any] | None = None,
     ) -> None:
-        """Create the run folder, or rewind it to `step`; all ranks must create a `RunDir`.
+        """Create the run folder or, for a resumed run, remove the log lines after `step`. All ranks must create a
+        `RunDir`.
 
-        `config` is the config of the run. `rows` describes the data if per-conversation losses are logged. `rewinds`
-        lists additional logs, each with the last step to keep. `data` describes the data for the `trackers`, which also
-        receive the config and the metrics.
+        `config` is the config of the run. `rows` identifies the dataset if the loss of each conversation is logged.
+        `rewinds` maps the names of additional log files to the last step to keep. `data` is a description of the
+        dataset that the `trackers` receive together with the config.
         """
         self.folder, self._first = folder, world.is_first
         self._progress: TrainProgress | None = None
@@ -162,7 +166,7 @@ class RunDir:
             self._progress.say(text)
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Append a line to the metrics file, and report it to the trackers."""
+        """Append a line to metrics.jsonl, and log its values to the trackers."""
         if self._metrics is not None:
             self._metrics.add(line)
         if self._reporter is not None:
@@ -178,7 +182,7 @@ class RunDir:
             self._reporter.log_samples(step, samples)
 
     def log_page(self, name: str, page: str) -> None:
-        """Write an HTML report on the data, and log it to the trackers."""
+        """Write an HTML report on the dataset, and log the file to the trackers."""
         path = self.folder / REPORTS / name
         files.make_folder(path.parent)
         files.write_file(path, page.encode(), overwrite=True)
@@ -190,7 +194,7 @@ class RunDir:
             self.print(note)
 
     def log_rows(self, step: int, rows: Sequence[RowLoss] | None) -> None:
-        """Log the loss of each conversation in a step, if `log_rows` is enabled."""
+        """Log the loss of each conversation in a step, if the config enables `log_rows`."""
         if self._rows is not None and self._data is not None:
             # Store columns instead of rows, which makes the lines shorter.
             columns = zip(*rows, strict=True) if rows else ((),) * len(COLUMNS)
@@ -206,11 +210,11 @@ class RunDir:
             files.write_file(self.folder / PLOT, picture.encode(), overwrite=True)
 
     def end(self, status: Status) -> None:
-        """Record how the run ended; a run that is closed without calling `end` is recorded as failed."""
+        """Set the final status that is reported to the trackers; without a call to `end`, the status is `failed`."""
         self._status = status
 
     def close(self) -> None:
-        """Log the files of the run to the trackers, and close all logs."""
+        """Log the config, metrics and loss curve to the trackers, and close all log files."""
         for each in (self._metrics, self._rows):
             if each is not None:
                 each.close()
@@ -225,7 +229,7 @@ class RunDir:
             self._progress.close()
 
     def discard(self) -> None:
-        """Close the logs of a run that did not train; if the run is new, also remove its files."""
+        """Close the log files of a run that failed before training; if the run is new, also remove its files."""
         self.close()
         if self._new_folders is not None:
             written = [self.folder / name for name in WRITTEN]
@@ -259,12 +263,14 @@ def rewind(path: Path, step: int) -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Read the metrics of a run, in order."""
+    """Return the lines of a run's metrics.jsonl as dicts, in file order."""
     return [line.read() for line in _lines(folder / METRICS)]
 
 
 class RowsData(NamedTuple):
-    """The data that the logged episode ids refer to. A run may resume with different data."""
+    """Identifies the dataset that the episode ids of a log line refer to. Each line stores it, because a run can resume
+    with a different dataset.
+    """
 
     dataset_dir: str
     dataset_sha256: str
@@ -272,12 +278,12 @@ class RowsData(NamedTuple):
 
 
 def read_rows(folder: Path, step: int) -> list[RowLoss]:
-    """Read the losses of all conversations in a step; raise `DataError` if the run did not log these losses."""
+    """Return the loss of each conversation in a step; raise `DataError` if the run did not log these losses."""
     return [row for _, rows in _of_step(folder, step) for row in rows]
 
 
 def rows_data(folder: Path, step: int) -> RowsData:
-    """Return the data that the episode ids in a step refer to; raise `DataError` if it was not recorded."""
+    """Return the dataset that the episode ids of a step refer to; raise `DataError` if the run did not log this step."""
     return _of_step(folder, step)[0][0]
 
 
@@ -305,14 +311,14 @@ def _read_rows(line: MetricsLine) -> tuple[RowsData, list[RowLoss]]:
 
 
 class MetricsLine(NamedTuple):
-    """A complete line of a log file."""
+    """One line of a log file, including its line break."""
 
     path: Path
     number: int
     raw: bytes
 
     def read(self) -> dict[str, Any]:
-        """Parse the line as a JSON object with a step; raise `DataError` if it is damaged."""
+        """Parse the line as a JSON object; raise `DataError` if it is not valid JSON or has no integer `step`."""
         try:
             values = json.loads(self.raw)
         except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Token layouts, which divide a rendering into cells for encoding.
+"""Token layouts, which divide the rendered text of a conversation into cells for encoding.
 
 A layout is a sequence of cells, for one conversation or for all conversations that share a trace. A cell is one control
 token, or text of one kind: the header of a turn, content, or reasoning. The text between two control tokens is a
@@ -61,7 +61,7 @@ class Section(NamedTuple):
 
 
 class SimpleSections(NamedTuple):
-    """Sections that each contain the text of one slot between two literals.
+    """Sections that each consist of the text of one message field between two pieces of fixed template text.
 
     assistant\\n | Hi |       around ("assistant\\n", ""), slot 1
     """
@@ -86,7 +86,7 @@ class SimpleSections(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The cells of a row. Either the ids of a cell are known, or the cell is part of a section to encode."""
+    """The cells of a row. The token ids of a cell are either known, or computed when its section is encoded."""
 
     sections: tuple[Section, ...]
     tokens: tuple[str | None, ...]
@@ -138,10 +138,11 @@ def token_layout(
     text_tokens: ControlTokens,
     encoder: ControlEncoder | None = None,
 ) -> TokenLayout:
-    """Return the layout of a rendered record. `text_tokens` contains the tokens that may come from text.
+    """Return the layout of a rendered record. `text_tokens` are the added tokens that are also recognized in message
+    text.
 
-    Without `encoder`, the slots are filled, and the layout is valid only for this conversation. With `encoder`, the
-    layout keeps its slots, and sections without slots are encoded immediately.
+    Without `encoder`, the layout contains the message texts and is valid only for this conversation. With `encoder`,
+    the layout contains slots in place of the message texts, and sections without slots are encoded immediately.
     """
     cells: list[_Cell] = []
     for cell in _CellSplitter(record, derived, tokens, text_tokens, filled=encoder is None).cells():
@@ -156,9 +157,10 @@ def token_layout(
 def split_text_tokens(
     layout: TokenLayout, slots: list[str], sections: Sequence[int], tokens: ControlTokens, encoder: ControlEncoder
 ) -> tuple[TokenLayout, list[str]] | None:
-    """Move each text token in `sections` to its own cell. Return the new layout and the texts for its slots.
+    """Give each added token that occurs in the message text of `sections` a separate cell. Return the new layout and
+    the texts for its slots.
 
-    Return None if a text token, including the whitespace that it strips, crosses a cell boundary.
+    Return None if one of these tokens, including the whitespace that it strips, crosses a cell boundary.
     """
     pieces: list[tuple[int, str | None]] = []
     texts: list[str] = []
@@ -194,7 +196,7 @@ def _split(
 ) -> TokenLayout:
     """Return a layout in which some cells are split into pieces.
 
-    A piece is (cell, text token), or (cell, None) for text that is filled into a new slot.
+    A piece is (cell index, added token), or (cell index, None) for text, which gets a new slot.
     """
     kinds = [SpanKind(*(int(span[field]) for field in SpanKind._fields)) for span in layout.spans]
     kind_of = np.repeat(np.arange(len(kinds)), np.diff(layout.first_cell)).tolist()
@@ -216,7 +218,9 @@ def _split(
 def _layout(
     cells: Sequence[_Cell], ids: Mapping[str, int], text_tokens: ControlTokens, encoder: ControlEncoder | None
 ) -> TokenLayout:
-    """Build a layout from cells. With `encoder`, encode the sections that contain no slots and no text tokens."""
+    """Build a layout from cells. With `encoder`, encode the sections that contain neither slots nor tokens in
+    `text_tokens`.
+    """
     sections: list[Section] = []
     borders: list[tuple[int, tuple[TextItem, ...], bool]] = []
     section, border = np.full((2, len(cells)), -1, dtype=np.int64)
@@ -274,7 +278,7 @@ def _layout(
 
 
 class _CellSplitter:
-    """Splits a rendering into cells, each with a single `SpanKind`."""
+    """Splits a rendered conversation into cells, each with a single `SpanKind`."""
 
     def __init__(
         self,
@@ -322,7 +326,7 @@ class _CellSplitter:
         return _Cell(kind, [item], None, place in self.edges)
 
     def _literals(self, first: int, stop: int, place: int) -> Iterator[_Cell]:
-        """Yield a cell for each control token and each text in the literals between two fields."""
+        """Split the template text between two message fields into cells: control tokens, and the text between them."""
         text = "".join(piece.text for piece in self.pieces[first:stop])
         ends = [*accumulate((len(piece.text) for piece in self.pieces[first:stop]), initial=place)][1:]
         matches = {place + match.start(): match for match in self.tokens.find(text)}
@@ -335,9 +339,9 @@ class _CellSplitter:
             yield _Cell(kind, [text[begin - place : end - place]], token, begin in self.edges)
 
     def _kind(self, number: int, place: int, token_stop: int | None) -> SpanKind:
-        """Return the `SpanKind` of the characters at `place`.
+        """Return the `SpanKind` of the characters at the character offset `place`.
 
-        `token_stop` is the end of the control token at `place`, or None if the characters are text.
+        `token_stop` is the end offset of the control token at `place`, or None if the characters are text.
         """
         source, owner = self.pieces[number].source, self.pieces[number].owner
         at = bisect_right(self.starts, place) - 1
@@ -364,10 +368,10 @@ class _CellSplitter:
         return SpanKind(self.roles[message], part, Rule.EARLIER_ROW if context else Rule.HEADER, message)
 
     def _part(self, number: int, answer: AnswerSpan) -> int:
-        """Return the `Part` of one piece of an answer.
+        """Return the `Part` of one piece of an answer, such as content or reasoning.
 
-        A literal has the same `Part` as the next field, or as the previous field if the next field belongs to another
-        message.
+        Template text has the same `Part` as the next message field, or as the previous field if the next field belongs
+        to another message.
         """
         after = bisect_left(self.fields, number)
         for at in (*self.fields[after : after + 1], *self.fields[:after][-1:]):

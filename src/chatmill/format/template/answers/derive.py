@@ -1,7 +1,7 @@
 """Find the answers in a rendered conversation with two methods, and reject the conversation if the results differ.
 
-The methods `by_origin` and `by_prefix` share no code. If both methods find the start or end of an answer, their results
-must be equal.
+The methods `by_origin` and `by_prefix` share no code. Where both methods find the start or the end of an answer, the
+positions must be equal.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ def derive(
 ) -> DerivedAnswers:
     """Find the answers in a rendered conversation. Raise a `RecordError` if the answers cannot be determined.
 
-    `ends` contains the tokens at which a server stops, and `text_tokens` the control tokens that may come from text.
-    With `cacheable`, the trace records guards, so that other conversations can reuse it. With `last_only`, only the
-    last assistant message is an answer, unless generation tags mark the answers.
+    `ends` contains the tokens at which an inference server stops generating. `text_tokens` contains the added tokens
+    that are also recognized in message text. With `cacheable`, the trace records guards, so that it can be replayed for
+    other conversations. With `last_only`, only the last assistant message is an answer, unless generation tags mark the
+    answers.
     """
     _check_complete(record)
     plain = plain_input(record, template.style)
@@ -147,11 +148,12 @@ def _enter_fields(
     token: re.Pattern[str],
     text_tokens: Collection[str],
 ) -> tuple[Rendering, list[AnswerSpan]]:
-    """Move the start of an answer past the characters of its own text that the prompt already contains.
+    """If the text of an answer starts with characters that its prompt already ends with, move the start of the answer
+    after these characters.
 
-    For example, a prompt may end with `<think>\\n`, and the content of the answer may start with `<think>\\n`. The
-    piece of the rendering that contains the new start is split there. A control token of the prompt can match text of
-    the answer only if it is one of `text_tokens`.
+    For example, a prompt may end with `<think>\\n`, and the content of the answer may start with `<think>\\n`. If the
+    new start is inside a message field, the field is split there. A control token of the prompt can match message text
+    only if it is in `text_tokens`.
     """
     pieces, entered = list(full.pieces), list(answers)
     for number, answer in enumerate(answers):
@@ -181,7 +183,9 @@ def _enter_fields(
 
 
 def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: AnswerSpan, prompt_only: str) -> int:
-    """Return the length of the common prefix of `prompt_only` and the answer's own text; add guards to the trace."""
+    """Return the length of the common prefix of `prompt_only` and the answer text; add guards to the trace that make
+    this length valid for other conversations.
+    """
     place = common = 0
     for piece in pieces:
         begins, place = place, place + len(piece.text)
@@ -211,7 +215,8 @@ def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: Answe
 def _split_turns(
     full: Rendering, answers: Sequence[AnswerSpan], finder: ContextFinder, tokens: ControlTokens
 ) -> list[AnswerSpan]:
-    """Split answers that the template renders as several turns: the headers between the turns are not trained on.
+    """Split each answer that the template renders as several turns, so that the headers between these turns are not
+    trained on.
 
     For example, gpt-oss renders the reasoning and the content of one message as two turns, each with a header.
     """
@@ -231,7 +236,9 @@ def _split_turns(
 
 
 def _contexts(answers: Sequence[AnswerSpan], finder: ContextFinder) -> tuple[list[Context], tuple[Note, ...]]:
-    """Return the context that must precede each answer, and notes on how the row and the prompts differ."""
+    """Return the text that must precede each answer, and notes for the ledger on differences between the row and the
+    prompts.
+    """
     contexts: list[Context] = []
     notes: set[str] = set()
     messages: set[int] = set()
@@ -248,7 +255,7 @@ def _contexts(answers: Sequence[AnswerSpan], finder: ContextFinder) -> tuple[lis
 
 
 def answers_by_tags(full: Rendering, assistants: Collection[int]) -> list[AnswerSpan]:
-    """Return each text between generation tags as an answer of its message."""
+    """Return the text between each pair of generation tags as an answer of the message that contains it."""
     answers: list[AnswerSpan] = []
     place = 0
     start: int | None = None
@@ -270,7 +277,9 @@ def answers_by_tags(full: Rendering, assistants: Collection[int]) -> list[Answer
 
 
 def _without_empty(rendering: Rendering, trace: Trace) -> Rendering:
-    """Remove empty pieces from a rendering. For each slot, add a guard on whether its text is empty."""
+    """Remove empty pieces from a rendered conversation. For each slot, add a guard that its text is empty, or that it
+    is not.
+    """
     for piece in rendering.pieces:
         if piece.slot is not None:
             trace.guard("bool", (piece.slot,), expected=bool(piece.text))
@@ -291,7 +300,7 @@ def _check_complete(record: Record) -> None:
 
 
 def _check_agreement(text: str, answer: AnswerSpan, prefix: PrefixAnswer) -> None:
-    """Raise if the two methods disagree on an answer."""
+    """Raise `RecordError` if the two methods find different start or end positions for an answer."""
     for name, one, other in (("begins", answer.start, prefix.start), ("ends", answer.stop, prefix.stop)):
         if other is not None and one != other:
             low, high = sorted((one, other))
@@ -304,7 +313,9 @@ def _check_agreement(text: str, answer: AnswerSpan, prefix: PrefixAnswer) -> Non
 
 
 def _check_inside(full: Rendering, answers: Sequence[AnswerSpan]) -> None:
-    """Raise if a field of a message is rendered only outside its answer, for example after its tool result."""
+    """Raise `RecordError` if a message's content, reasoning or tool calls are rendered only outside its answer, for
+    example after the tool result.
+    """
     answer_of = {answer.message: answer for answer in answers}
     inside: set[FieldPath] = set()
     outside: dict[FieldPath, str] = {}
@@ -332,9 +343,9 @@ def _check_written(
     assistants: Collection[int],
     answers: Sequence[AnswerSpan],
 ) -> tuple[Note, ...]:
-    """Raise if the template drops the content or a tool call of a message.
+    """Raise `RecordError` if the template omits the content or a tool call of a message.
 
-    Return notes on dropped reasoning and tools.
+    Return notes for the ledger if the template omits reasoning or tool definitions.
     """
     paths = {piece.source for piece in full.pieces if piece.source is not None}
     written = {(at, path[0]) for at, path in paths}
