@@ -19,7 +19,9 @@ from typing import Any
 
 
 def interleaved(runs: int, **works: Callable[[], object]) -> dict[str, float]:
-    """Return the median run time of each function in seconds. Runs alternate, so a slowdown affects every function."""
+    """Return the median run time of each function in seconds. The functions run in turn, so a slow phase affects all of
+    them.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in works}
     # Without `freeze`, the garbage collector would scan the objects of one function while another is timed.
     gc.collect()
@@ -37,7 +39,7 @@ def interleaved(runs: int, **works: Callable[[], object]) -> dict[str, float]:
 
 
 def watched(command: Iterable[object], *, every: float = 0.05) -> tuple[str, int]:
-    """Run a command; return its output and the peak memory (PSS) of all its processes together."""
+    """Run a command; return its output and the peak total memory (PSS) of all its processes, in bytes."""
     with tempfile.TemporaryFile("w+") as printed:
         process = subprocess.Popen([str(word) for word in command], stdout=printed, start_new_session=True)
         peak = 0
@@ -51,13 +53,13 @@ def watched(command: Iterable[object], *, every: float = 0.05) -> tuple[str, int
 
 
 def alone(script: str, *args: object, every: float = 0.05) -> tuple[Any, int]:
-    """Run a script in a separate process; return the JSON that it prints, and its peak memory."""
+    """Run a Python script in a separate process; return the JSON value that it prints, and its peak memory in bytes."""
     printed, peak = watched([sys.executable, script, *args], every=every)
     return json.loads(printed) if printed.strip() else None, peak
 
 
 def memory_of(leader: int) -> int:
-    """Return the total memory (PSS), in bytes, of all processes in a session."""
+    """Return the total memory (PSS), in bytes, of all processes in the session of the process `leader`."""
     return sum(_pss(pid) for pid in _session(leader))
 
 

@@ -1,9 +1,10 @@
-"""Measure how closely a mixture of sources follows the requested shares.
+"""Measure how closely a mix of sources follows the requested mixing weights.
 
     python benchmarks/mix.py [--rows N] [--json]
 
-The default shares are 0.10, 0.70 and 0.20. Shares of rows are checked after every row. Shares of trained tokens are
-checked with sources whose row sizes differ by a factor of six. This benchmark does not measure time.
+The weights are 0.10, 0.70 and 0.20. The fraction of rows from each source is checked after every row. The fraction of
+trained tokens from each source is checked at the end, with sources whose average row sizes differ by a factor of six.
+This benchmark does not measure time.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def main() -> None:
 
 
 def farthest(rows: int) -> float:
-    """Return the largest deviation of any source from its share, in rows, after any number of rows."""
+    """Return the largest difference between the actual and the expected number of rows from a source, after any number
+    of rows.
+    """
     weights = list(row_weights(shares(MIX_SFT)).values())
     sources, _ = MixSchedule(weights).at(np.arange(rows))
     had = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0) * sum(weights)
@@ -45,7 +48,7 @@ def farthest(rows: int) -> float:
 
 
 def trained_error(rows: int) -> float:
-    """Return the largest deviation of any source from its requested share of the trained tokens."""
+    """Return the largest difference between the actual and the requested fraction of trained tokens from a source."""
     draw = np.random.default_rng(7)
     sizes = {
         name: draw.lognormal(np.log(mean), 1.0, count).astype(np.int64) + 1

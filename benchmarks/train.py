@@ -6,11 +6,11 @@
     python benchmarks/train.py --results FILE --report   print the results without measuring
 
 Conversation lengths are lognormal, with a mean of about 600 tokens and a maximum of 4096. The loss mask includes about
-60 percent of the tokens. The conversations pass through chatmill's store, loader and training loop in rows of 4096, and
-the peers get the same batches. Each configuration runs once, in its own process, and its result is appended to FILE as
-a line of JSON. The script requires numpy, torch, safetensors and transformers. The peers also require liger_kernel,
-peft and bitsandbytes. `--small` runs the script with tiny models on any machine. The script exits with 1 if a target is
-missed.
+60 percent of the tokens. chatmill packs the conversations into rows of 4096 tokens and trains on them; the Hugging Face
+libraries train on the same batches. Each configuration runs once, in its own process, and its result is appended to
+FILE as a line of JSON. The script requires numpy, torch, safetensors and transformers. The comparison with the Hugging
+Face libraries also requires liger_kernel, peft and bitsandbytes. `--small` runs the script with tiny models on any
+machine. The script exits with 1 if a result misses its target.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
-    """Measure the selected configurations that have no result yet, until the budget is used up."""
+    """Measure the selected configurations that have no result yet, until the time budget is used up."""
     ends = time.monotonic() + args.budget if args.budget else math.inf
     known = read_results([args.results])
     lines = [line for line in chosen(args.only) if args.again or line.name not in known]
@@ -134,8 +134,8 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
 
 def fitting(lines: list[TrainLine], ends: float) -> list[TrainLine]:
-    """Return the configurations that fit into three quarters of the remaining budget. The last quarter is reserved for
-    compiling.
+    """Return the first configurations whose estimated time is at most three quarters of the remaining time budget. The
+    last quarter is reserved for compiling.
     """
     sums = itertools.accumulate(line.estimate for line in lines)
     left = 0.75 * (ends - time.monotonic())
@@ -143,8 +143,8 @@ def fitting(lines: list[TrainLine], ends: float) -> list[TrainLine]:
 
 
 def warm(lines: list[TrainLine], args: argparse.Namespace, folder: Path, ends: float) -> None:
-    """Fill the kernel cache by running several models at once for two steps. All layers share kernels, so few layers
-    suffice.
+    """Compile the kernels of all models in advance, several models at a time. Two layers per model suffice, because all
+    layers use the same kernels.
     """
     began = time.monotonic()
     waiting, running = deque(lines), deque[Worker]()
@@ -299,7 +299,7 @@ def versions() -> dict[str, Any]:
 
 
 def best_product() -> float:
-    """Time products of large random bf16 matrices; return the highest TFLOP/s."""
+    """Measure the speed of large bf16 matrix multiplications; return the highest TFLOP/s."""
     best = 0.0
     for size in (4096, 8192, 16384):
         a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in "ab")

@@ -1,8 +1,9 @@
-"""Check that each part of src/chatmill imports only the other parts and large libraries that it may import.
+"""Check that each part of src/chatmill imports only the parts and large libraries that are allowed for it.
 
     python scripts/check_imports.py [PACKAGE_FOLDER]
 
-Prints one line per violation, and exits with 1 if there are any. A part is a module or folder directly in the package.
+Prints one line per forbidden import, and exits with 1 if there are any. A part is a module or folder directly in
+src/chatmill.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ HEAVY_IN_FUNCTIONS = HEAVY_AT_MODULE_LEVEL | {"sft", "cli"}
 
 @dataclass(frozen=True)
 class Import:
-    """An import: the absolute name of the module, and the line of the statement."""
+    """One import in a source file: the absolute name of the imported module, and the line of the statement."""
 
     module: str
     line: int
@@ -82,7 +83,7 @@ def main() -> int:
 
 
 def violations(path: Path, package: Path) -> Iterator[str]:
-    """Yield the violations in one file as `file:line: violation; how to fix it`."""
+    """Yield a message for each forbidden import in one file."""
     part = path.relative_to(package).parts[0].removesuffix(".py")
     place = path.relative_to(package.parent.parent).as_posix()
     if part not in MAY_IMPORT:

@@ -35,7 +35,7 @@ ENV.pop("PYTHONPATH", None)
 
 
 def run(*command: str | Path, **env: str) -> str:
-    """Return the output of a command; if the command fails, exit and print its output."""
+    """Run a command and return its output; if the command fails, print its output and exit."""
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=ROOT, env=ENV | env, capture_output=True, text=True, check=False, timeout=900)
     if done.returncode:
@@ -62,7 +62,7 @@ def build() -> tuple[Path, Path]:
 
 
 def interpreter(python: str) -> Path | None:
-    """Return the path of this Python version from PATH or pyenv, or None if it is not installed."""
+    """Find an interpreter for a Python version in PATH or pyenv; return its path, or None if it is not installed."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for path in (shutil.which(f"python{python}"), *sorted(pyenv.glob(f"{python}.*/bin/python{python}"))):
         # The command may be a pyenv shim, which fails if the Python version is not selected.
@@ -72,7 +72,7 @@ def interpreter(python: str) -> Path | None:
 
 
 def try_package(package: Path, python: Path, *flags: str, **env: str) -> str:
-    """Install a package in an empty environment and prepare a dataset with it; return the hash of the dataset."""
+    """Install a package in an empty virtual environment and prepare a dataset with it; return the hash of the dataset."""
     with tempfile.TemporaryDirectory() as folder:
         installed = Path(folder, "bin", "python")
         run(BIN / "uv", "venv", "--quiet", "--python", python, folder)

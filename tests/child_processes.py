@@ -1,8 +1,8 @@
-"""Start child processes that compute with torch, forked from a clean server instead of the test process.
+"""Start child processes that use torch. They are forked from a server process instead of the test process.
 
 `os.fork()` copies the locks of torch's thread pools but not their threads. As a result, on aarch64, a child of a
-process that has multiplied matrices hangs in its first `Linear.forward`. The server (Python's "forkserver") imports
-torch and chatmill once, with one thread, and computes nothing. Children of the server start in milliseconds.
+process that has multiplied matrices hangs in its first `Linear.forward`. The server (Python's "forkserver") has one
+thread; it only imports torch and chatmill and computes nothing. Children of the server start in milliseconds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def start_child(
     output: Path | None = None,
     time_limit: float = TIME_LIMIT,
 ) -> BaseProcess:
-    """Start any callable in a new process with the current folder, path and environment.
+    """Call `work` in a new process with the current working directory and environment.
 
     If `output` is set, stdout and stderr are written to the files "out" and "err" in the folder `output`. After
     `time_limit` seconds, the process prints the stacks of its threads and exits with 1.
@@ -76,7 +76,9 @@ def start_in(
     streams: Mapping[int, int],
     time_limit: float = TIME_LIMIT,
 ) -> BaseProcess:
-    """Start `work` in a new process. `streams` maps the descriptors 0, 1 and 2 to open file descriptors."""
+    """Call `work` in a new process. `streams` maps the child's descriptors 0, 1 and 2 to open file descriptors of this
+    process.
+    """
     # Only `Connection` objects can send descriptors to the server's children.
     sent = {number: Connection(os.dup(file)) for number, file in streams.items()}
     child = _server().Process(
@@ -89,7 +91,9 @@ def start_in(
 
 
 def end_children(children: Sequence[BaseProcess]) -> list[int]:
-    """Wait for all processes and return their exit codes. If a process fails, end the other processes soon after."""
+    """Wait for all processes and return their exit codes. If a process fails, kill the other processes after `GRACE`
+    seconds.
+    """
     try:
         while (running := [child for child in children if child.exitcode is None]) and not _failed(children):
             wait([child.sentinel for child in running])

@@ -5,7 +5,8 @@
     U u E A a   U v E A b E      none: the first answer is not closed, which also excludes the answers after it
 
 If the format sets `requires_user`, `TurnRenderer` masks answers that are incomplete or do not follow a complete user
-turn. `prepare` and `render` repeat the selection after truncation, and `cut_blocks` selects the answers of each block.
+turn. The commands `prepare` and `render` select the answers again after truncation, and `cut_blocks` selects the
+answers in each block.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ NOTED = {
 
 
 class TurnStates(NamedTuple):
-    """The turns in a set of rows, as arrays. Consecutive tokens outside turns form a turn without a role."""
+    """The turns in a set of rows, as arrays with one entry per turn. Consecutive tokens outside turns are treated as a
+    turn without a role.
+    """
 
     first: Index
     """Index of the first span of the turn."""
@@ -48,7 +51,9 @@ class TurnStates(NamedTuple):
     """Index of the turn that each span belongs to."""
 
     def latest(self, which: Flags) -> Index:
-        """For each turn, return the index of the last selected turn at or before it in the conversation, or -1."""
+        """For each turn, return the index of the last turn selected by `which` that is in the same conversation and not
+        after it, or -1.
+        """
         last = np.maximum.accumulate(np.where(which, np.arange(len(which)), -1))
         return np.where(last >= self.conversation, last, -1)
 
@@ -69,9 +74,10 @@ def turn_states(rows: Rows) -> TurnStates:
 
 
 def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> NDArray[np.uint8]:
-    """For each turn, return the rule that excludes it from training, or ALLOWED.
+    """For each turn, return the rule that excludes it from training, or ALLOWED for a complete answer after a complete
+    user turn.
 
-    `start` and `stop` are the bounds of the turn's row or block.
+    `start` and `stop` are the token bounds of the row or block that contains each turn.
     """
     answer = turns.role == Role.ASSISTANT
     user, left_open = turns.latest(turns.role == Role.USER), turns.latest(answer & ~turns.closed)
@@ -85,7 +91,7 @@ def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> ND
 
 
 def _is_split(rows: Rows, turns: TurnStates) -> Flags:
-    """Return whether each turn is split between an earlier window and this row."""
+    """For each turn, return whether only part of the turn was already in an earlier window of the conversation."""
     earlier = rows.spans["rule"] == Rule.EARLIER_WINDOW
     if not earlier.any():
         return np.zeros(len(turns.first), dtype=bool)
@@ -94,9 +100,9 @@ def _is_split(rows: Rows, turns: TurnStates) -> Flags:
 
 
 def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Table:
-    """Return a copy of the spans with weight 0 for excluded answers.
+    """Return a copy of the spans in which excluded answers have weight 0.
 
-    Turns that are not answers keep their weight only if `train_on` selects their role.
+    Turns of other roles keep their weight only if `train_on` selects the role.
     """
     spans = joined([rows.spans])
     of_span, answer = rule[turns.of_span], spans["role"] == Role.ASSISTANT
@@ -109,7 +115,7 @@ def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Tabl
 
 
 def mask_answers(rows: Rows) -> Rows:
-    """Mask answers that are incomplete or do not follow a complete user turn.
+    """Set the loss weight to 0 for answers that are incomplete or do not follow a complete user turn.
 
     >>> from chatmill import Message, Record, load_format, open_renderer
     >>> record = Record([Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")])
@@ -126,7 +132,7 @@ def mask_answers(rows: Rows) -> Rows:
 
 
 def note_untrained(rows: Rows, ledger: Ledger) -> None:
-    """Add the number of untrained tokens to the ledger, with a separate count for each reason."""
+    """Record in the ledger how many tokens each rule in `NOTED` excludes from training."""
     rule, length = rows.spans["rule"], rows.spans["length"]
     # Count the rules first, because comparing all spans with every rule would be slower.
     present = np.bincount(rule, minlength=256)

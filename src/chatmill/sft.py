@@ -1,13 +1,13 @@
-"""Simple functions for SFT data: chats to token ids, loss masks, fixed-length rows, and tensors.
+"""Simple functions for SFT data: convert chats to token ids, loss masks, fixed-length rows and tensors.
 
     ids   = serialize_chat_to_ids(example, tokenizer=tok, default_system_text=DEFAULT_SYSTEM_TEXT)
     mask  = sft_loss_mask_for_ids(ids, **special)
     pair  = pack_sft_ids_and_mask(ids, mask, S=T + 1, pad_id=eot, **special)
     x, y, loss_mask = collate_sft_batch([pair, …], T=T, device="cpu")
 
-The tokenizer can be a chatmill tokenizer, or a `tokenizers.Tokenizer` or transformers tokenizer that has the four
-control tokens. Any other object is accepted as a tokenizer if it has `encode(text)` and `special_token_ids()`, which
-returns a mapping with the keys sys, usr, asst and eot.
+The tokenizer can be a chatmill tokenizer, or a `tokenizers.Tokenizer` or transformers tokenizer whose vocabulary
+contains the control tokens. Any other object works if it has the methods `encode(text)` and `special_token_ids()`; the
+latter returns a mapping with the keys sys, usr, asst and eot.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class ChatExample(TypedDict):
 def serialize_chat_to_ids(ex: ChatExample, *, tokenizer: TextTokenizer | Any, default_system_text: str) -> list[int]:
     """Encode a chat as token ids. A chat without a system message starts with the default system text.
 
-    A `tokenizers` or transformers tokenizer must have the control tokens of `ngpt` (preferred) or `primer`.
+    A `tokenizers` or transformers tokenizer must contain the control tokens of the format `ngpt` or `primer`; if it
+    contains both, those of `ngpt` are used.
 
     >>> tokenizer = open_tokenizer("bytes", control=load_format("ngpt").tokens)
     >>> chat = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -96,10 +97,10 @@ def sft_loss_mask_for_ids(ids: list[int], *, sys_id: int, usr_id: int, asst_id: 
 def pack_sft_ids_and_mask(
     ids: list[int], mask: list[bool], *, S: int, sys_id: int, usr_id: int, asst_id: int, eot_id: int, pad_id: int
 ) -> tuple[list[int], list[bool]]:
-    """Fit ids and mask to exactly S tokens. A chat of more than S tokens loses its oldest exchanges, then tokens from
-    the left. A chat of fewer than S tokens is padded on the right.
+    """Truncate or pad ids and mask to exactly S tokens. If a chat has more than S tokens, its oldest exchanges are
+    removed and, if it is still too long, tokens on the left. A chat with fewer than S tokens is padded on the right.
 
-    The mask is truncated but not recomputed, so it still includes the rest of a truncated answer.
+    The mask is truncated but not recomputed, so the remaining tokens of a truncated answer are still trained on.
 
     >>> ids, mask = [257, 113, 259, 258, 97, 259], [False, False, False, False, True, True]
     >>> special = {"sys_id": 256, "usr_id": 257, "asst_id": 258, "eot_id": 259}
@@ -146,9 +147,11 @@ def collate_sft_batch(
 def render_chat_sft(
     tokenizer: TextTokenizer | Any, messages: list[dict[str, Any]], *, add_final_eot: bool = True
 ) -> tuple[list[int], list[int]]:
-    """Return the ids and labels of a chat. Labels are -100 except on assistant content and its end-of-turn tokens.
+    """Return the token ids and labels of a chat. Labels are -100 except on assistant content and its end-of-turn
+    tokens.
 
-    A `tokenizers` or transformers tokenizer must have the control tokens of `primer` (preferred) or `ngpt`.
+    A `tokenizers` or transformers tokenizer must contain the control tokens of the format `primer` or `ngpt`; if it
+    contains both, those of `primer` are used.
 
     >>> tokenizer = open_tokenizer("bytes", control=load_format("primer").tokens)
     >>> render_chat_sft(tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])

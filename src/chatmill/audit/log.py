@@ -2,9 +2,9 @@
 
     2026-01-03T16:44:19.628Z | TRAINING | INFO | action=epoch_start | epoch=0 | seed=42 | … | previous=9f2c…
 
-A field value is plain text, or a JSON string in which `|` is also escaped, so it never contains a separator or a line
-break. The log is append-only. A line that a crash truncated stays in the file, and the next line records the length and
-hash of the truncated line.
+A field value is written as plain text or as a JSON string in which `|` is escaped, so it never contains the separator `
+| ` or a line break. The log is append-only. If a crash truncates a line, the truncated line stays in the file, and the
+next line records its length and hash.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Clock = Callable[[], datetime]
 
 
 class AuditError(ChatmillError):
-    """Raised if the audit log cannot be written or continued; the run then stops."""
+    """Raised if the audit log cannot be written or continued. The training run then stops."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def read_log(path: Path) -> list[LogLine | TornLine]:
 
 
 def torn_fields(torn: Sequence[TornLine]) -> dict[str, Any]:
-    """Return the fields with the size and hash of torn lines, for the next valid line."""
+    """Return the fields `torn_bytes` and `torn_sha256`, which the next log line records about invalid lines."""
     raw = b"\n".join(part.raw for part in torn)
     return {"torn_bytes": len(raw), "torn_sha256": hashlib.sha256(raw).hexdigest()}
 
@@ -181,9 +181,11 @@ class AuditLog:
 
     @classmethod
     def reopen(cls, path: str | Path, *, head: str, clock: Clock = now) -> tuple[AuditLog, dict[str, Any]]:
-        """Open a log to resume from the line with the hash `head`; return the log and the fields of its `resume` line.
+        """Open a log to resume after the line with the hash `head`; return the log and the fields for a new `resume`
+        line.
 
-        Valid lines after the line with the hash `head` are abandoned. Abandoned and torn lines stay in the file.
+        The lines after `head` belong to steps that the resumed run repeats. These lines stay in the file, and the
+        `resume` line records their number.
         """
         place = Path(path)
         try:
@@ -203,7 +205,7 @@ class AuditLog:
         return log, fields
 
     def _continue(self) -> dict[str, Any]:
-        """Set `head` to the hash of the last valid line; return the fields of the `resume` line."""
+        """Set `head` to the hash of the last valid line; return the fields for a new `resume` line."""
         everything = read_log(self.path)
         lines = [line for line in everything if isinstance(line, LogLine)]
         torn: list[TornLine] = []
@@ -223,7 +225,7 @@ class AuditLog:
         return fields
 
     def add(self, action: str, fields: Mapping[str, Any], *, durable: bool = False) -> str:
-        """Append a line and return its hash, which becomes the new head. With `durable`, also sync the line to disk."""
+        """Append a line, store its hash in `head`, and return the hash. With `durable`, also sync the line to disk."""
         if self._fd is None:
             raise AuditError(f"{self.path}: the audit log is closed, or an earlier write failed")
         raw = write_line(self._clock(), action, fields, self.head)
@@ -254,7 +256,7 @@ class AuditLog:
 
 
 def _next_line(raw: bytes, last: LogLine) -> LogLine | None:
-    """Parse `raw` as the line after `last`; return None if it is invalid or does not contain the hash of `last`."""
+    """Parse `raw` as the line after `last`; return None if `raw` is invalid or does not contain the hash of `last`."""
     try:
         line = parse_line(raw)
     except DataError:

@@ -114,7 +114,7 @@ def report(
 
 
 def stats_of(view: DatasetView, split: str | None, block_sizes: tuple[int, ...]) -> list[SplitStats]:
-    """Return the statistics of a split, or of all splits that have episodes if `split` is None."""
+    """Return the statistics of one split or, if `split` is None, of all splits that are not empty."""
     names = [split] if split is not None else [name for name in view.dataset.splits if len(view.dataset[name])]
     with counting("rows") as advance:
         return [split_stats(view.dataset[name], name, block_sizes=block_sizes, progress=advance) for name in names]

@@ -72,7 +72,7 @@ class ChatFormat:
     """Whether to train only on complete answers after a complete user turn, and to keep whitespace between turns."""
 
     def split(self, text: str) -> list[tuple[str | None, str]]:
-        """Split `text` into pieces: (key, token) for a control token and (None, text) for other text."""
+        """Split `text` into (key, token) pairs for control tokens and (None, text) pairs for the text between them."""
         pieces: list[tuple[str | None, str]] = []
         keys = {token: key for key, token in self.tokens.items()}
         while text:
@@ -90,16 +90,16 @@ class ChatFormat:
 
     @property
     def has_turns(self) -> bool:
-        """Whether the format marks turns. Only the format `text` does not."""
+        """Whether the format marks turns with control tokens. This is true for every format except `text`."""
         return any(turn.open for turn in self.turns.values())
 
     @property
     def eot(self) -> str:
-        """Key of the token that ends an assistant turn."""
+        """Key in `tokens` of the control token that ends an assistant turn."""
         return next(key for key, _ in self.split(self.turns["assistant"].close) if key is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all settings that determine the rendered text, as JSON for dataset metadata."""
+        """Return the format as a JSON object, which is stored in the dataset metadata."""
         stored: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         if not self.requires_user:
             # Omit a false `requires_user`, so that the metadata of existing datasets does not change.
@@ -137,7 +137,7 @@ def load_format(spec: str | Path) -> ChatFormat:
 
 
 def parse_format(text: str, *, where: str) -> ChatFormat:
-    """Parse a format from TOML. Raise one `DataError` that lists all problems."""
+    """Parse a chat format from TOML text. If the format is invalid, raise one `DataError` that lists all problems."""
     try:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -191,7 +191,7 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
 
 
 def _strings(table: Any, name: str, faults: list[str], *, allowed: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return the string values of a TOML table; report every other value in `faults`."""
+    """Return the non-empty string values of a TOML table; append an error message to `faults` for each other value."""
     if not isinstance(table, dict):
         faults.append(f"[{name}] must be a table")
         return {}
@@ -207,9 +207,9 @@ def _strings(table: Any, name: str, faults: list[str], *, allowed: tuple[str, ..
 
 
 def _marker_faults(format: ChatFormat) -> list[str]:
-    """Return the problems with the turn markers.
+    """Return an error message for each problem with the turn markers.
 
-    Without control tokens around a turn, message text could imitate a turn.
+    Without control tokens at the start and end of each turn, message text could imitate a turn.
     """
     faults, used = [], set()
     for role, turn in format.turns.items():
@@ -257,7 +257,9 @@ ROLE_CODES: dict[str, int] = {role: code for code, role in enumerate((*ROLES, NO
 
 
 class CompiledFormat:
-    """A chat format compiled to token ids for one tokenizer. `literals` contains the ids of all fixed pieces."""
+    """A chat format compiled to token ids for one tokenizer. `literals` contains the token ids of all turn markers and
+    control tokens.
+    """
 
     def __init__(self, format: ChatFormat, tokenizer: Tokenizer) -> None:
         opened_for = getattr(tokenizer, "control", None)

@@ -1,4 +1,4 @@
-"""Train on chatmill's batches with torchtitan, through torchtitan's dataloader protocol.
+"""A torchtitan dataloader for chatmill datasets.
 
     config.dataloader = EpisodeDataLoader.Config(dataset_path="chat_sft", load={"batch_size": 8, "use_loss_mask": True})
 
@@ -54,8 +54,8 @@ class EpisodeDataLoaderConfig(BaseDataLoader.Config):
 class EpisodeDataLoader(BaseDataLoader):
     """A torchtitan dataloader that returns the batches of an `EpisodeLoader` for one data parallel rank.
 
-    The state can be loaded on a different number of ranks. If torchtitan takes an optimizer step after more or fewer
-    rows than `batch_size`, the run stops with an error.
+    A saved dataloader state can be loaded with a different number of ranks. If torchtitan takes an optimizer step after
+    more or fewer rows than `batch_size`, the run stops with an error.
     """
 
     Config = EpisodeDataLoaderConfig
@@ -70,7 +70,9 @@ class EpisodeDataLoader(BaseDataLoader):
         local_batch_size: int,
         **_: Any,
     ) -> None:
-        """Accept torchtitan's arguments; `tokenizer` and `snapshot_every_n_steps` have no effect."""
+        """Create the dataloader with the arguments that torchtitan passes; `tokenizer` and `snapshot_every_n_steps` are
+        ignored.
+        """
         if not config.dataset_path:
             raise UsageError("dataloader.dataset_path is missing; expected the folder of a dataset")
         load = LoadConfig.from_mapping(config.load)
@@ -101,7 +103,9 @@ class EpisodeDataLoader(BaseDataLoader):
         return (_inputs_and_labels(part) for batch in batches for part in batch.split(self._batches))
 
     def _train_batches(self) -> Iterator[TitanBatch]:
-        """Yield batches from the current position; check that torchtitan takes a step after `self._batches` batches."""
+        """Yield batches from the current position on; raise `UsageError` if torchtitan does not take an optimizer step
+        after every `self._batches` batches.
+        """
         self._open_audit()
         steps = 0
 
@@ -127,7 +131,9 @@ class EpisodeDataLoader(BaseDataLoader):
             hook.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as one JSON string, because torchtitan loads only keys that a new dataloader has."""
+        """Return the state as a dict with one JSON string, because torchtitan restores only keys that are also in the
+        state of a new dataloader.
+        """
         state = dict(self._state)
         if self._is_audited:
             audits = [None if self._audit is None else self._audit.checkpoint()]
@@ -160,7 +166,8 @@ class EpisodeDataLoader(BaseDataLoader):
     def _open_audit(self) -> None:
         """Start an audit log, or continue the audit log of the checkpoint.
 
-        If some ranks have the same rows, rank 0 logs only its own rows.
+        If several ranks read the same rows, as with tensor parallelism, only rank 0 writes a log, which covers only its
+        own rows.
         """
         config, world_size = self._config, dist.get_world_size() if dist.is_initialized() else 1
         if config.audit_dir is None:
@@ -175,7 +182,9 @@ class EpisodeDataLoader(BaseDataLoader):
 
 
 def _batches_of_a_step(load: LoadConfig, dp_world_size: int, seq_len: int, local_batch_size: int) -> int:
-    """Return the number of batches per step on each rank; reject inconsistent sizes."""
+    """Return the number of batches per optimizer step on each rank; raise `UsageError` if the batch sizes are
+    inconsistent.
+    """
     size, per_rank = load.block_size, load.batch_size // dp_world_size
     if size != seq_len:
         raise UsageError(f"block_size is {size}, but training.seq_len is {seq_len}; set training.seq_len to {size}")

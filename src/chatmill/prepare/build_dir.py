@@ -1,4 +1,5 @@
-"""The directory in which a dataset is built, next to its target, by one process at a time.
+"""The temporary folders in which a dataset is built, next to the target folder. Only one process at a time can build a
+dataset.
 
 .NAME.building         the dataset while it is written; published by a rename
 .NAME.building.units   staged rows and the fingerprint of their job, for --resume
@@ -44,10 +45,10 @@ class BuildDir:
 def build_dir(
     target: Path, job: bytes, *, resume: bool, overwrite: bool, name: Place | None = None
 ) -> Iterator[BuildDir]:
-    """Lock and create the build folders, which are removed when the block ends.
+    """Lock and create the temporary build folders, and remove them when the `with` block ends.
 
-    If the build fails, the units are kept for --resume, unless the input caused the error. `name` is the name of the
-    dataset in error messages, if it is not `target`.
+    If the build fails, the rendered units are kept for --resume, unless the input caused the error. `name` replaces
+    `target` in error messages.
     """
     staging = staging_for(target)
     units, lock = (staging.with_name(f"{staging.name}.{name}") for name in ("units", "lock"))
@@ -83,7 +84,7 @@ def build_dir(
 
 @dataclass(frozen=True)
 class CleanedBuilds:
-    """Counts of the files that killed builds left next to the target."""
+    """Numbers and sizes of the files that killed builds left next to the target folder."""
 
     removed: ObjectCount
     young: ObjectCount
@@ -91,8 +92,8 @@ class CleanedBuilds:
 
 
 def clean_builds(target: Path, *, older_than: float, dry_run: bool) -> CleanedBuilds:
-    """Remove the folders that a killed build left next to `target`; keep a folder with a file younger than `older_than`
-    seconds.
+    """Remove the temporary folders that a killed build left next to `target`. Keep a folder if one of its files was
+    modified in the last `older_than` seconds.
     """
     staging = staging_for(target)
     units, lock = (staging.with_name(f"{staging.name}.{name}") for name in ("units", "lock"))
@@ -112,7 +113,9 @@ def clean_builds(target: Path, *, older_than: float, dry_run: bool) -> CleanedBu
 
 
 def _take_over(staging: Path, units: Path, job: bytes, *, resume: bool) -> bool:
-    """Remove the files of an earlier build, except units to resume from; return whether there are such units."""
+    """Remove the files that an earlier build left behind. With `resume`, keep the units of an interrupted build, and
+    return whether there are any.
+    """
     path = units / JOB
     resumed = resume and path.is_file()
     if resumed and path.read_bytes() != job:
@@ -131,13 +134,12 @@ def _take_over(staging: Path, units: Path, job: bytes, *, resume: bool) -> bool:
 
 
 def _remove(folder: Path, kind: FolderKind) -> str:
-    """Remove a folder if it exists; return a one-line error if that fails."""
     return remove_folder(folder, kind) if os.path.lexists(folder) else ""
 
 
 @contextmanager
 def _alone(lock: Path, target: Place) -> Iterator[None]:
-    """Hold a lock while the `with` block runs; raise `DataError` if another build holds the lock."""
+    """Lock the file `lock` while the `with` block runs; raise `DataError` if another build holds the lock."""
 
     def opened() -> int:
         try:

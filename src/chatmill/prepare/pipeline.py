@@ -72,9 +72,9 @@ def prepare_dataset(
     >>> {name: split.num_episodes for name, split in metadata.splits.items()}
     {'train': 356, 'val': 44}
 
-    `renderer` is the renderer of the job, if it is already open. `resume` continues an interrupted build of the same
-    job. Rejected records are passed to `on_fault`. `allow_code` lists the filter predicates (module:function) that may
-    run.
+    Pass `renderer` to reuse a renderer that was already opened for this job. `resume` continues an interrupted build of
+    the same job. Rejected records are passed to `on_fault`. `allow_code` lists the filter predicates (module:function)
+    that may run.
     """
     job.check()
     check_languages(job)
@@ -142,7 +142,9 @@ def units_of(
     predicates: Sequence[Predicate] = (),
     excluded: Excluded = NOTHING,
 ) -> list[Unit]:
-    """Split the input into units, in order; raise `DataError` if a file in `excluded` is not part of the input."""
+    """Split the input files into units, in input order; raise `DataError` if `excluded` names a file that is not part
+    of the input.
+    """
     parts = [
         (part, number)
         for number, (source, files) in enumerate(zip(job.sources, inputs.groups, strict=True))
@@ -175,10 +177,10 @@ def units_of(
 
 
 def relative_names(paths: Sequence[Place]) -> list[str]:
-    """Return file names that do not depend on the location of the files.
+    """Return a name for each input file that does not depend on the location of the input folder.
 
     If all local paths are relative, they are kept; otherwise they become relative to their common parent folder. URLs
-    become relative to their own common parent, unless there are also local files. Standard input is `-`.
+    become relative to their common parent if there are no local files. The name of standard input is `-`.
     """
     here = [path for path in paths if isinstance(path, Path) and not is_standard_input(path)]
     urls = [path for path in paths if isinstance(path, Url)]
@@ -219,7 +221,8 @@ def _staged(build: _Build, unit: Unit, done: Done, lines_before: int) -> list[St
 
 
 def _render(build: _Build, engine: Engine) -> Generator[tuple[Done, int], None, None]:
-    """Yield the result of each unit in order, with the number of lines before the unit in its file.
+    """Yield the result of each unit, in order, together with the number of lines that precede the unit in its input
+    file.
 
     Units completed by an interrupted build are not run again.
     """
@@ -269,7 +272,7 @@ def _write(
     engine: Engine | None = None,
     on_shard: Callable[[Path, ShardInfo], None] = lambda folder, info: None,
 ) -> Metadata:
-    """Write all files of the dataset from staged rows, metadata last."""
+    """Write all files of the dataset from the staged rows; the metadata is written last."""
     if not ledger.total("read").rows:
         raise DataError("the input has no records; expected at least one")
     rendered, written = ledger.total("rendered", "repeated"), 0
@@ -314,14 +317,16 @@ def _write(
 
 
 def _is_large(job: Job, tokens: int) -> bool:
-    """Whether worker processes write the shards. Stream blocks must be cut in order, by one process."""
+    """Whether the dataset is large enough for several processes to write its shards. With `fit="blocks"`, one process
+    writes all shards in order.
+    """
     return job.fit != "blocks" and tokens >= max(FORKED_TOKENS, 2 * job.shard_tokens)
 
 
 def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], inputs: InputFiles, excluded: Excluded) -> bytes:
     """Return the fingerprint of a build; only a build with the same fingerprint can be resumed.
 
-    The fingerprint covers only the sizes of input files. Each unit stores a hash of the bytes that it read.
+    The fingerprint includes only the sizes of the input files; each unit stores a hash of the bytes that it read.
     """
     parts = [(label(unit.part.path), unit.part.start, unit.part.stop, unit.part.shape) for unit in units]
     files = {label(path): size for path, size in inputs.sizes.items()}
@@ -332,7 +337,9 @@ def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], inputs: In
 
 
 def _config(job: Job, units: Sequence[Unit], excluded: Excluded) -> dict[str, Any]:
-    """Return the job as stored in the dataset: everything that affects its bytes, without absolute paths."""
+    """Return the job as it is stored in the dataset metadata: all settings that affect the bytes of the dataset,
+    without absolute paths.
+    """
     config = job.to_json()
     of_template = ("chat_template", "template_args", "template_date", "mask", "text_tokens")
     of_answers = ("allow_no_end_token", "strip_prompt_space")
@@ -368,7 +375,7 @@ def _config(job: Job, units: Sequence[Unit], excluded: Excluded) -> dict[str, An
 
 
 def _selection_keys(source: InputSource) -> dict[str, Any]:
-    """Return the keys that select the records of a source, if they are set."""
+    """Return the settings `val_split`, `max_samples` and `filters` of a source, without those that are not set."""
     filters = {name: value for name, value in asdict(source.filters).items() if value not in (None, ())}
     keys = {"val_split": source.val_split, "max_samples": source.max_samples, "filters": filters or None}
     return {name: value for name, value in keys.items() if value is not None}

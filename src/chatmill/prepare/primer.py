@@ -1,7 +1,7 @@
 """`build_cache`: build the primer cache of one source from a file of conversations.
 
-The build reads all records, shuffles and splits them, keeps the last tokens of each row, and writes one example per
-row. The shuffle needs all rows at once, so a source must fit in memory.
+The build renders all records to rows, shuffles the rows and splits them into train and val, truncates each row to its
+last `t_max` tokens, and writes one example per row. All rows of a source must fit in memory, because they are shuffled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CHUNK = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig(Config):
-    """Settings that determine the bytes of a cache."""
+    """Settings of `build_cache`."""
 
     path: str = required("File to read.", named("file"))
     out_dir: str = key(CACHES, "Folder of the caches, one subfolder per source.", named("folder"))
@@ -61,7 +61,7 @@ def build_cache(
 ) -> CacheMeta:
     """Render, split, truncate and write the records of one source.
 
-    `progress` wraps the iterator of records, for example to count them.
+    `progress` wraps the iterator of records, for example to show a progress bar.
     """
     out, ledger = local_path(config.out_dir), records.ledger
     target = check_place(out, source, overwrite=overwrite)
@@ -97,7 +97,7 @@ def build_cache(
 
 
 def _answered(records: Iterable[Record], reject: Callable[[RecordError], None]) -> Iterator[Record]:
-    """Yield the records that have an assistant turn; reject all other records."""
+    """Yield the records that have an assistant message; pass an error for each other record to `reject`."""
     for record in records:
         if any(message.role == "assistant" for message in record.messages):
             yield record
@@ -108,7 +108,7 @@ def _answered(records: Iterable[Record], reject: Callable[[RecordError], None]) 
 
 
 def _fitted(rows: Rows, numbers: list[int], t_max: int, ledger: Ledger) -> Iterator[Rows]:
-    """Yield the given rows in order, in chunks, truncated to their last `t_max` tokens."""
+    """Yield the rows with the indices `numbers` in chunks, each row truncated to its last `t_max` tokens."""
     for at in range(0, len(numbers), CHUNK):
         chosen = rows.take(numbers[at : at + CHUNK])
         chosen = truncate(chosen, t_max, "tail", ledger=ledger, drop_untrained=False, min_tokens=LEAST_TOKENS)
@@ -117,7 +117,7 @@ def _fitted(rows: Rows, numbers: list[int], t_max: int, ledger: Ledger) -> Itera
 
 
 def count_stored(rows: Rows, ledger: Ledger) -> None:
-    """Add all rows to the ledger as `stored`, and count the rows without trained tokens as `no_trained_tokens`."""
+    """Add all rows to the ledger entry `stored`, and the rows without trained tokens also to `no_trained_tokens`."""
     row = np.repeat(np.arange(len(rows)), np.diff(rows.first_span[rows.first_segment]))
     untrained = np.bincount(row[rows.spans["weight"] > 0], minlength=len(rows)) == 0
     if untrained.any():

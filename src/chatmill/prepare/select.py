@@ -1,6 +1,6 @@
-"""Select the rows of each split: deduplication, `max_samples` and the validation split.
+"""Select the rows of the train and val splits: apply deduplication, `max_samples` and the validation fraction.
 
-Only the head of each staged file is read (all arrays except tokens and spans; see `staging`).
+Only the start of each staged file is read, which contains all arrays except tokens and spans (see `staging`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StagedFile:
     """Input file of the unit that wrote the file."""
 
     def open(self) -> Staged:
-        """Open the whole file; a file in an object store is first copied to a temporary file."""
+        """Open the whole staged file. A file in an object store is first downloaded to a temporary file."""
         if isinstance(self.path, Path):
             return Staged(self.path, lines_before=self.lines_before)
         with tempfile.NamedTemporaryFile(prefix="chatmill-") as copy:
@@ -63,7 +63,7 @@ class StagedFile:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Rows of one staged file that go to one split."""
+    """The rows of one staged file that belong to one split."""
 
     file: StagedFile
     rows: Numbers
@@ -75,7 +75,7 @@ REASONS = ("duplicate", "near_duplicate", "max_samples", "excluded")
 
 @dataclass(frozen=True)
 class RemovedRecords:
-    """Removed records of one staged file, in order."""
+    """The records of one staged file that are not written to the dataset, as arrays in file order."""
 
     file: int
     """Index of the staged file."""
@@ -158,8 +158,8 @@ def _count_removed(unit: StagedHead, reason: NDArray[np.uint8], ledger: Ledger) 
 
 
 def smallest_shares(staged: Sequence[StagedFile], job: Job) -> tuple[float, float] | None:
-    """Return the smallest validation fractions, by hash and by shuffle, that give each split at least one record.
-    Return None if no fraction gives each split a record.
+    """Return the smallest validation fractions that give each split at least one record, for splitting by hash and by
+    shuffle. Return None if there are no such fractions.
     """
     first, last, before = 1.0, 0.0, 0
     has_rows = np.zeros(sum(file.head().extra["records"] for file in staged), dtype=bool)
@@ -175,9 +175,10 @@ def smallest_shares(staged: Sequence[StagedFile], job: Job) -> tuple[float, floa
 
 
 def _shuffled(staged: Sequence[StagedFile], job: Job) -> Flags:
-    """For each record, return whether it is used for validation, with the same shuffle as the primer cache.
+    """For each record, return whether it belongs to the validation split. The shuffle is the same as in primer caches.
 
-    All records are shuffled together, or per source if any source has its own fraction.
+    All records are shuffled together; if any source sets `val_split`, the records of each source are shuffled
+    separately.
     """
     alone = any(source.val_split is not None for source in job.sources)
     parts = [np.zeros(0, dtype=bool)]

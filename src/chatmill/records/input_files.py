@@ -4,8 +4,8 @@
     for each part       BytesRead     which bytes were read, and their hash
     at the end          InputFiles.check
 
-If the `stat` of a file or the version of an object changes, the bytes are read again and must have the same hash.
-Only a change in content is an error, so `touch` and `chmod` are allowed.
+If the `stat` result of a file or the version of an object changes, the bytes are read again and must have the same
+hash. Only changed content is an error, so `touch` and `chmod` are allowed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FRESH = 2.0
 
 
 class _State(NamedTuple):
-    """The `stat` of a file. If the file is replaced, the new file has a different inode or change time."""
+    """The `stat` result of a file. If the file is replaced, the inode or the change time differs."""
 
     size: int
     modified: int
@@ -38,7 +38,9 @@ class _State(NamedTuple):
 
 
 class InputFiles:
-    """The state of all input files before reading; `groups` lists the files of each input."""
+    """The size, times and version of all input files before they are read. `groups[i]` lists the files that match
+    `inputs[i]`.
+    """
 
     def __init__(self, inputs: Sequence[Sequence[str | Place]]) -> None:
         self._inputs = inputs
@@ -55,7 +57,7 @@ class InputFiles:
     def check_size(self, path: Place) -> None:
         """Raise a `DataError` if a file was removed or its size changed.
 
-        Files in object stores are checked only at the end, because each check takes a request.
+        Files in object stores are checked only by `check`, at the end, because each check takes a request.
         """
         if isinstance(path, Path):
             self._compare_sizes(path, _state(path))
@@ -67,17 +69,19 @@ class InputFiles:
             raise _changed(path, f"{what} from {before:,} to {now:,} bytes")
 
     def check_times(self) -> None:
-        """Raise a `DataError` if a file was changed, which is the likely cause of an invalid record."""
+        """Raise a `DataError` if the size, times or version of any input file changed. Called when a record is invalid,
+        because the change may be the cause.
+        """
         for path, state in _states(self._states).items():
             self._compare_sizes(path, state)
             if state != self._states[path]:
                 raise _changed(path, "was changed")
 
     def check(self, parts: Iterable[tuple[Place, BytesRead]], *, is_planned: Callable[[], bool]) -> None:
-        """Raise a `DataError` unless the files still contain the bytes that were read.
+        """Raise a `DataError` if the files no longer contain the bytes that were read.
 
-        If a file may have changed, `is_planned` is called, which plans the parts again and returns whether the new plan
-        is the same.
+        If a file may have changed, `is_planned` is called; it must divide the files into parts again and return whether
+        the parts are the same.
         """
         now = _states(self._states)
         for path, state in now.items():
@@ -123,7 +127,7 @@ def _object_state(url: Url) -> objects.ObjectInfo:
 
 
 def _may_change_unseen(state: _State | objects.ObjectInfo, began: float) -> bool:
-    """Whether the content of a file or object could change without a change in its size, times or version."""
+    """Whether the content of a file or object could change while its size, times and version stay the same."""
     if isinstance(state, _State):
         return state.changed / 1e9 > began - FRESH
     return not state.version

@@ -67,14 +67,14 @@ _SECRET_NAME = re.compile("KEY|SECRET|TOKEN|PASSWORD|SAS|CONNECTION_STRING|CREDE
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its chain of causes."""
+    """Yield an exception, its `__cause__`, the cause of that exception, and so on."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of an error from a storage library, or None if it has none."""
+    """Return the HTTP status of an exception from a storage library, or None if the exception has no status."""
     for each in causes(error):
         answer: Any = getattr(each, "response", None)
         if isinstance(answer, dict):
@@ -90,7 +90,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def code_of(error: BaseException) -> str:
-    """Return the code of an S3 or Azure error, such as NoSuchBucket, or an empty string if it has none."""
+    """Return the error code of an S3 or Azure exception, such as NoSuchBucket, or an empty string if it has none."""
     for each in causes(error):
         answer = getattr(each, "response", None)
         if isinstance(answer, dict):
@@ -123,7 +123,7 @@ def is_precondition(error: BaseException) -> bool:
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Return whether an error would occur again on retry, because a name, permission or credential is wrong."""
+    """Return whether a retry would fail with the same error, for example because a name or credential is wrong."""
     if _has_name(error, (*OF_CREDENTIALS, *OF_ARGUMENTS)) or _is_of_address(error):
         return True
     status = status_of(error)
@@ -156,7 +156,7 @@ def _is_named(error: BaseException, names: tuple[str, ...]) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Return the text of an error on one line, without secrets from URLs and environment variables."""
+    """Return the message of an exception on one line, without secrets from URLs and environment variables."""
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
         error = error.__cause__
     text = str(error) or type(error).__name__

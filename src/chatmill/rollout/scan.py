@@ -1,10 +1,10 @@
-"""Find the entries of the JSON object in a rollout.
+"""Find the `key: value` entries of the JSON object in a rollout, which may be incomplete or invalid.
 
     {"object_1": {"desc": "cat", …}, "note": 3, "object_2": {"desc": "do
      entry 0, complete               entry 1    entry 2, incomplete
 
 Tokens are decoded to bytes, not to text, because a character may span several tokens. The scan ends at invalid JSON in
-the root object. Inside an entry, the scan checks only strings and braces.
+the root object. Inside the value of an entry, only strings and braces are checked.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ParsedEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Scan:
-    """The result of scanning a rollout: its bytes and entries."""
+    """The decoded bytes of a rollout, and the entries of its JSON object."""
 
     data: bytes
     """The bytes of the rollout before the stop token or stop text."""
@@ -85,7 +85,7 @@ class Scan:
     """
 
     def coordinates(self, entry: ParsedEntry) -> tuple[list[int], list[int]]:
-        """Return the values and byte offsets of all coordinates in an entry."""
+        """Return the values of all coordinate tokens in an entry, and their byte offsets."""
         if entry.box is not None:
             return entry.box[1:]
         starts: list[int] = []
@@ -101,12 +101,12 @@ class Scan:
         return places, starts
 
     def tokens(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of tokens that contains the bytes [start, stop)."""
+        """Return the start and stop index of the tokens that contain the bytes [start, stop)."""
         first = int(np.searchsorted(self.token_start, start, side="right")) - 1
         return first, max(first, int(np.searchsorted(self.token_start, stop, side="left")))
 
     def characters(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of characters in the bytes [start, stop)."""
+        """Return the start and stop character offset of the bytes [start, stop) in the decoded text."""
         first = len(self.data[:start].decode("utf-8", "replace"))
         return first, first + len(self.data[start:stop].decode("utf-8", "replace"))
 
@@ -120,7 +120,7 @@ def scan_rollout(
 ) -> Scan:
     """Find the entries of the JSON object at the start of a rollout.
 
-    The rollout ends at a stop token, at a stop text, or at an id outside the vocabulary.
+    Everything from the first stop token, stop string or unknown token id onwards is ignored.
     """
     before_stop = id_array(ids)
     for id in stop_ids:
@@ -139,7 +139,7 @@ def scan_rollout(
 
 
 def number_of(key: str) -> int | None:
-    """Return n for a key object_{n}; None for other keys."""
+    """Return the number n of a key of the form object_{n}, or None for other keys."""
     match = _NUMBERED.fullmatch(key)
     return None if match is None else int(match[1])
 
@@ -152,7 +152,7 @@ JSON = json.JSONDecoder(parse_constant=_refuse)
 
 
 def parse_json(text: str | bytes, decoder: json.JSONDecoder = JSON) -> Any:
-    """Parse standard JSON in UTF-8; raise `ValueError` for invalid JSON, NaN and infinities."""
+    """Parse JSON; raise `ValueError` for invalid JSON, NaN and infinities."""
     try:
         return decoder.decode(text.decode() if isinstance(text, bytes) else text)
     except RecursionError:
@@ -170,7 +170,7 @@ class _EndError(Exception):
 
 
 def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
-    """Return the entries of the root object, starting at offset `at`, and how the scan ended."""
+    """Return the entries of the root object from byte offset `at` on, and how the scan ended."""
     entries: list[ParsedEntry] = []
     start = _space(data, at)
     if data[start : start + 1] == b"}":
@@ -193,7 +193,7 @@ def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
 
 
 def _boxes(data: bytes, at: int) -> list[Box]:
-    """Return the consecutive box entries with chatmill's exact formatting."""
+    """Return the consecutive box entries at byte offset `at` that have exactly the formatting that chatmill writes."""
     if _rollout is not None:
         return _rollout.boxes(data, at)
     boxes: list[Box] = []
@@ -210,7 +210,9 @@ def _boxes(data: bytes, at: int) -> list[Box]:
 
 
 def _entry(data: bytes, start: int) -> tuple[ParsedEntry | None, Ended | None]:
-    """Return (entry, ended): the entry at an offset or None, and how the scan ended or None if the scan continues."""
+    """Return the entry at byte offset `start`, or None if there is none, and how the scan ended, or None if it
+    continues.
+    """
     key, value = "", start
     try:
         key, value = _key(data, start)
@@ -243,7 +245,9 @@ def _key(data: bytes, at: int) -> tuple[str, int]:
 
 
 def _value(data: bytes, at: int) -> tuple[int, bool, int]:
-    """Return the end of a value, whether it is an object, and the largest n of its keys object_{n}."""
+    """Return the end offset of a JSON value, whether it is an object, and the largest n of all keys object_{n} in it,
+    or -1.
+    """
     first = data[at : at + 1]
     if first == b"{":
         return _body(data, at)
@@ -264,7 +268,7 @@ def _value(data: bytes, at: int) -> tuple[int, bool, int]:
 
 
 def _body(data: bytes, at: int) -> tuple[int, bool, int]:
-    """Find the closing brace of an object, whose content may be invalid JSON."""
+    """Like `_value`, for an object. Only strings and braces are checked, so the object may be invalid JSON."""
     depth, stop = 0, at
     while True:
         match = _TO_BRACE.match(data, stop)
@@ -282,7 +286,7 @@ def _body(data: bytes, at: int) -> tuple[int, bool, int]:
 
 
 def _array(data: bytes, at: int) -> tuple[int, bool, int]:
-    """Find the end of an array, which must be valid JSON."""
+    """Like `_value`, for an array, which must be valid JSON."""
     stack: list[int] = []
     for match in _LEXEME.finditer(data, at):
         if match[1] is None:
@@ -311,7 +315,7 @@ def _largest(data: bytes, start: int, stop: int) -> int:
 
 
 def _string(raw: bytes) -> str | None:
-    """Return the value of a JSON string without its quotes; None if the string is invalid."""
+    """Parse the bytes between the quotes of a JSON string; return None if the string is invalid."""
     try:
         text = raw.decode()
         # Fast path: most strings need no parsing.

@@ -1,6 +1,6 @@
 """The viewer's HTTP server.
 
-The server is read-only, and accepts connections only from this machine. The server requires the extra `view`.
+The server is read-only, and accepts connections only from this machine. It requires the packages of `chatmill[view]`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Endpoint = Callable[[Request], Response]
 
 
 class Index(IntegerConvertor):
-    """A URL path parameter: a number of at most 18 digits."""
+    """A Starlette converter for URL path parameters: integers of at most 18 digits."""
 
     regex = "[0-9]{1,18}"
 
@@ -67,7 +67,9 @@ register_url_convertor("index", Index())
 
 
 def serve(viewer: Viewer, *, port: int, ready: Callable[[str], None]) -> None:
-    """Serve until interrupted; call `ready` with the URL as soon as the server accepts connections."""
+    """Run the viewer's server until it is interrupted; call `ready` with the URL as soon as the server accepts
+    connections.
+    """
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -118,7 +120,7 @@ def application(viewer: Viewer) -> ASGIApp:
 
 
 def _guarded(app: ASGIApp) -> ASGIApp:
-    """Refuse requests that the page never sends, and add `HEADERS` to responses."""
+    """Wrap an ASGI app: refuse requests with a wrong host, method or origin, and add `HEADERS` to all responses."""
     headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,9 +155,9 @@ def _json(value: Mapping[str, Any], status: int = 200) -> Response:
 
 
 def _call(method: Callable[..., dict[str, Any]], **parameters: Any) -> Endpoint:
-    """Return an endpoint that calls a method with path and query parameters.
+    """Return an endpoint that calls `method` with the path and query parameters of a request.
 
-    `parameters` maps query parameters to their default values or types.
+    `parameters` maps each query parameter to its default value, or to its type if it has no default value.
     """
 
     # Starlette runs this function in a thread, because it is not a coroutine, so a slow response does not delay other

@@ -1,4 +1,6 @@
-"""Read the record of a segment from its file, and check whether the record has changed."""
+"""Read the original record of a conversation from its input file, and check whether the record has changed since the
+dataset was built.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ class SourceRecord:
     """Whether the hash of the record equals the hash stored in the dataset; None if the dataset has no hash."""
 
     def for_display(self) -> dict[str, Any]:
-        """Return the escaped text, indented if it is JSON, and flags for the viewer's page."""
+        """Return the record for display in the viewer: its text, escaped and, if it is JSON, indented, and three flags."""
         text = self.raw.rstrip(b"\r\n").decode("utf-8", "backslashreplace")
         with suppress(ValueError, RecursionError):
             text = json.dumps(json.loads(self.raw), indent=2, ensure_ascii=False)
@@ -52,7 +54,9 @@ class SourceRecord:
         return {"text": shown, "as_read": self.as_read, "same": self.same, "cut": cut}
 
     def for_export(self) -> str:
-        """Return the record as one line of JSON, not escaped; raise `DataError` if it has changed."""
+        """Return the record as one line of text; raise `DataError` if the record has changed since the dataset was
+        built.
+        """
         if self.same is False:
             raise DataError(f"{self.name}:{self.line}: has changed since the dataset was prepared; prepare it again")
         try:
@@ -70,7 +74,7 @@ def source_record(
     key: Sequence[int],
     folders: Sequence[Path],
 ) -> SourceRecord:
-    """Return the record at the given line of a file; the file is looked up in `folders`."""
+    """Return the record at a line of an input file; `folders` are searched for the file `name`."""
     raw, records, has_lines = _raw_record(name, line, shape, options, folders)
     wanted = np.array(key, dtype="<u8").tobytes()
     same = wanted in map(record_key, records) if records and any(wanted) else None
@@ -80,7 +84,9 @@ def source_record(
 def _raw_record(
     name: str, line: int, shape: str | None, options: ShapeOptions | None, folders: Sequence[Path]
 ) -> tuple[bytes, list[Record], bool]:
-    """Return the bytes of a record, the parsed records, and whether the bytes are one line of the file."""
+    """Return the bytes of a record, the records parsed from these bytes, and whether the bytes are one line of the
+    file.
+    """
     path, options = _file(name, folders), options or ShapeOptions()
     has_lines = kind(path) in LINE_SUFFIXES and shape not in MULTILINE_SHAPES
     try:
@@ -128,7 +134,9 @@ def _parsed(part: FilePart, line: int) -> Record:
 
 
 def _line(path: Path, line: int) -> tuple[bytes, int | None]:
-    """Return one line of a file with its line end, and the line's offset (None in a compressed file)."""
+    """Return one line of a file, including its line break, and the byte offset of the line, or None for a compressed
+    file.
+    """
     if line < 1:
         raise DataError(f"{path}: has no line {line}")
     if compression(path):
@@ -152,7 +160,9 @@ def _line(path: Path, line: int) -> tuple[bytes, int | None]:
 
 @lru_cache(maxsize=16)
 def _line_offsets(path: Path, size: int, changed: int) -> NDArray[np.int64]:
-    """Return the offset of every STEP-th line of a file. `size` and `changed` are part of the cache key."""
+    """Return the byte offset of every STEP-th line of a file. `size` and `changed` only invalidate the cached result if
+    the file changes.
+    """
     offsets, lines, before = [np.zeros(1, dtype=np.int64)], 0, 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):

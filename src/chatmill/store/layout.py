@@ -1,4 +1,4 @@
-"""The files of a dataset and the records in each file; all numbers are little-endian.
+"""The names of the files in a dataset folder, and the binary format of each file. All numbers are little-endian.
 
 DIR/dataset_metadata.json         written last: counts, size and sha256 of every file and of itself
 DIR/tokenizer_state.json
@@ -64,7 +64,7 @@ TOKEN_DTYPES: dict[str, np.dtype[np.unsignedinteger]] = {"uint16": np.dtype("<u2
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """Return the narrowest type that can store every id below `vocab_size`."""
+    """Return the narrowest unsigned integer dtype that can store every token id below `vocab_size`."""
     if not 0 < vocab_size <= WIDE:
         raise ValueError(f"vocab_size is {vocab_size}; expected 1 to {WIDE}")
     return np.dtype("<u2" if vocab_size <= NARROW else "<u4")
@@ -75,14 +75,14 @@ def shard_name(number: int) -> str:
 
 
 def record_dtypes(tokens: DTypeLike) -> dict[str, np.dtype[np.generic]]:
-    """Return the record type of every file of a shard."""
+    """Return the numpy dtype of the records in each file of a shard."""
     dtypes = {MASK: MASKS, INDEX: EPISODE, SPANS: STORED_SPAN, ORIGINS: SEGMENT, TARGETS: TARGET}
     return {TOKENS: np.dtype(tokens), **dtypes}
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The location of a shard and the number of records in each of its files."""
+    """The location and size of a shard; `records` maps each of its files to the number of records in the file."""
 
     folder: Place
     num_episodes: int
@@ -92,21 +92,23 @@ class Shard:
 
 
 def as_records(file: MappedFile, dtype: np.dtype[Any], count: int, start: int = 0) -> NDArray[Any]:
-    """Return `count` records of a mapped file, starting at byte `start`; records are read from disk on access."""
+    """Return an array of `count` records of a memory-mapped file, starting at byte `start`. Records are read from disk
+    on access.
+    """
     array: NDArray[Any] = np.asarray(file)[start : start + count * dtype.itemsize].view(dtype)
     return array
 
 
 def release(array: NDArray[Any]) -> None:
-    """Free the memory of a mapped file; its pages are read from disk again on access."""
+    """Free the memory used by a memory-mapped file; its pages are read from disk again on access."""
     if (file := mapped_file(array)) is not None:
         file.advise(mmap.MADV_DONTNEED)
 
 
 def lower_bound(column: NDArray[Any], value: int, low: int = 0) -> int:
-    """Return the first index at or after `low` whose value in a sorted column is at least `value`, in O(log n).
+    """Return the first index from `low` on at which a sorted column has a value of at least `value`, in O(log n).
 
-    `np.searchsorted` would first copy the whole column, because columns of a mapped file are strided.
+    `np.searchsorted` would first copy the whole column, because the columns of a structured array are not contiguous.
     """
     # Try the index `value` first: if each row is one conversation, a segment has the same index as its row.
     size = len(column)
@@ -117,7 +119,7 @@ def lower_bound(column: NDArray[Any], value: int, low: int = 0) -> int:
 
 
 def first_spans(origins: Table, segments: Index, end: int) -> Index:
-    """Return the first span of each segment, or `end` for an index past the last segment."""
+    """Return the index of the first span of each segment, or `end` for a segment index past the last segment."""
     if not len(origins):
         return np.full(len(segments), end, dtype=np.int64)
     first = origins["first_span"][np.minimum(segments, len(origins) - 1)].astype(np.int64)

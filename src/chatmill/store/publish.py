@@ -124,7 +124,7 @@ def names_of(paths: Sequence[str]) -> str:
 
 
 def check_target(target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -> None:
-    """Raise an error if a build cannot be published at `target`. Commands call this function before they do any work."""
+    """Raise an error if a build cannot be published at `target`. Commands call this before they do any work."""
     if local_path(target).name in ("", ".."):
         raise UsageError(f"{target}: has no name; use NAME or DIR/NAME as the folder of the {kind.name}")
     if target.is_symlink():
@@ -267,7 +267,7 @@ def remove_folder(folder: Path, kind: FolderKind) -> str:
 
 
 def remove_contents(folder: Path, kind: FolderKind) -> str:
-    """Remove all files in a folder but keep the folder itself; the return value is the same as that of `remove_folder`."""
+    """Remove all files in a folder but keep the folder itself. The return value is that of `remove_folder`."""
     if folder.is_symlink():
         return "is a symbolic link"
     try:

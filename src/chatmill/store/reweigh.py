@@ -1,7 +1,8 @@
-"""Derive a dataset with a different loss mask: write new spans and masks, and share all other files with the original.
+"""Create a copy of a dataset with a different loss mask. Only spans and masks are written; all other files are shared
+with the original.
 
-The tokens are not read. Weights set by a flag, a range, a header or truncation are kept, and so are the weights of
-records; see `rows.weigh` and `record_weights`.
+The tokens are not read. Only weights that follow from the role of a message change; weights with any other rule, such
+as `flag` or `range`, are kept. The weights of whole records are applied again (see `record_weights`).
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def reweigh_dataset(
     """Write a dataset with the rows of `source` and another loss mask, and publish it atomically.
 
     All files except spans and masks are hard links to the files of `source`, or copies if links are not possible. Rows
-    that were truncated or dropped in `source` stay truncated or dropped. Raise `UsageError` if the new mask needs the
-    weight of a record and `source` does not contain this weight.
+    that were truncated or dropped in `source` stay truncated or dropped. Raise `UsageError` if the new mask depends on
+    the weight of a record that cannot be read from `source`.
     """
     dataset = open_dataset(source)
     parent = dataset.metadata
@@ -123,7 +124,7 @@ class _Reweigher:
         return SplitInfo(tuple(shards), info.files)
 
     def _find_weights(self, episodes: Episodes) -> None:
-        """Find the weights of records if the ledger says that records have weights; otherwise all weights are 1."""
+        """Find the weight of each record if the ledger says that some records have a weight other than 1."""
         metadata = self._dataset.metadata
         if metadata is None or not any(reason == "record_weight" for _, reason, _ in metadata.ledger):
             return
@@ -209,7 +210,9 @@ class _Reweigher:
 
 
 def _span_chunks(episodes: Episodes, number: int) -> Iterator[Chunk]:
-    """Yield the spans in chunks of conversations, with the first span and the origin of each conversation."""
+    """Yield the spans of a shard in chunks of whole conversations, with the index of the first span and the origin of
+    each conversation.
+    """
     spans, origins = episodes.array(number, SPANS), episodes.array(number, ORIGINS)
     seen = 0
     for at in range(0, len(origins), SEGMENTS):
@@ -222,7 +225,9 @@ def _span_chunks(episodes: Episodes, number: int) -> Iterator[Chunk]:
 
 
 def _changes_prompts(metadata: Metadata | None, train_on: TrainOn) -> bool:
-    """For the format `text`, whether the weights of prompts change. Only the mask `all` includes prompts."""
+    """Whether the new mask trains on the prompts of a dataset in the format `text` and the old mask does not, or vice
+    versa. Only `train_on="all"` trains on prompts.
+    """
     if metadata is None or metadata.format.get("name") != "text":
         return False
     config = metadata.config
@@ -234,15 +239,15 @@ def _changes_prompts(metadata: Metadata | None, train_on: TrainOn) -> bool:
 
 
 def _has_joined_prompt(table: Table) -> bool:
-    """Whether the tokenizer encodes each prompt and its completion as one text. The prompt then has the role of the
-    completion, and a range sets the weight of the prompt.
+    """Whether each prompt and its completion were encoded as one text. In this case, the spans of the prompt have the
+    role of the completion and the rule `range`.
     """
     is_range = (table["rule"] == Rule.RANGE) & (table["message"] == 1)
     return bool(np.any(is_range) and not np.any(table["role"] == Role.USER))
 
 
 def _mask(table: Table) -> Iterator[NDArray[np.uint8]]:
-    """Yield the mask of the given spans in chunks of about `TOKENS` tokens."""
+    """Yield the loss mask of the given spans in chunks of about `TOKENS` tokens."""
     start = offsets(table["length"])
     at = 0
     while at < len(table):
@@ -256,7 +261,7 @@ def changed(path: Place) -> DataError:
 
 
 def _ledger(parent: Ledger, splits: dict[str, SplitInfo], untrained: LedgerEntry) -> Ledger:
-    """Return the ledger of the source dataset, with the trained tokens of the new mask."""
+    """Return the ledger of the original dataset, with new counts of trained tokens."""
     ledger = Ledger()
     for bucket, reason, entry in parent:
         if bucket != "stored" and (bucket, reason) != UNTRAINED:

@@ -1,4 +1,4 @@
-"""Write rows to shards. The calling thread converts rows to bytes; another thread hashes and writes them in order."""
+"""Write rows to shards. The calling thread converts rows to bytes; another thread hashes the bytes and writes them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ QUEUED = 24
 class SplitWriter:
     """Writes the rows of one split to the folders `shard_00000`, `shard_00001` and so on.
 
-    A shard is completed when the next row would make it longer than `shard_tokens`; a row that is itself longer gets
-    its own shard. The written bytes depend only on the rows, not on how rows are distributed over calls to `append`. As
-    a context manager, a writer closes its files if the block fails; `close` completes the split.
+    A new shard starts when the next row would exceed `shard_tokens` tokens in the current one; a row longer than
+    `shard_tokens` gets a shard of its own. The written bytes depend only on the rows, not on how the rows are divided
+    between calls to `append`. Call `close` to complete the split. The writer is also a context manager, which closes
+    the files if the `with` block fails.
 
-    If several processes write parts of the split, `first` is the index of the first shard of this part, and `files`
-    maps its input files to their indexes. `on_shard` is called with the folder of each completed shard.
+    If several processes each write some shards of the split, `first` is the index of this process's first shard, and
+    `files` maps input files to their indices in the whole split. `on_shard` is called with the folder and the
+    `ShardInfo` of each completed shard.
     """
 
     def __init__(
@@ -63,9 +65,9 @@ class SplitWriter:
         make_folder(folder)
 
     def append(self, rows: Rows, *, source: str | None = None) -> None:
-        """Append rows; raise `DataError` if they are inconsistent or an id is not in the vocabulary.
+        """Append rows; raise `DataError` if `rows.check()` fails, or if a token id or target is not in the vocabulary.
 
-        Rows from a different source than the previous rows start a new shard.
+        A new shard starts if `source` differs from that of the previous rows.
         """
         if self._shard is not None and self._shard.source != source:
             self._finish()
@@ -89,7 +91,7 @@ class SplitWriter:
             at = stop
 
     def close(self) -> SplitInfo:
-        """Complete the last shard and return the counts and hashes of all shards."""
+        """Complete the last shard; return the counts and file hashes of all shards."""
         self._finish()
         self._thread.wait()
         self._thread.abandon()
@@ -124,7 +126,7 @@ class SplitWriter:
 
 
 class FileTable:
-    """Numbers the input files of all rows in order of first use."""
+    """Assigns an index to each input file, in the order in which rows first refer to the files."""
 
     def __init__(self, numbers: Mapping[File, int] = MappingProxyType({})) -> None:
         self._numbers = dict(numbers)
@@ -153,7 +155,9 @@ class FileTable:
 
 
 class _WriterThread:
-    """Runs functions in order in another thread. After a failure, `submit` or `wait` raises the exception."""
+    """Runs functions one after another in a background thread. If a function raises an exception, a later call to
+    `submit` or `wait` raises it again.
+    """
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -221,7 +225,7 @@ class _ShardWriter:
         self._longest = max(self._longest, int(lengths.max()))
 
     def close(self) -> ShardInfo:
-        """Close the files of the shard, and sync them while the next shard is written."""
+        """Close the files of the shard. The background thread then syncs them to disk."""
         self._thread.wait()
         counts = (self.num_episodes, self.num_tokens, self._trained, self._spans, self._segments)
         parts = {name: part.close() for name, part in self._parts.items()}
@@ -230,7 +234,7 @@ class _ShardWriter:
         return info
 
     def abandon(self) -> None:
-        """Close the files without completing them, because their contents will be discarded."""
+        """Close the files of an incomplete shard, which will be discarded."""
         for part in self._parts.values():
             try:
                 part.close()

@@ -122,7 +122,7 @@ def flat(arrays: Sequence[NDArray[np.generic]]) -> tuple[Ids, Offsets]:
 
 @contextmanager
 def faults_of(place: str, what: str, right: str) -> Iterator[None]:
-    """Convert any exception in the `with` block to a `DataError` with the message `place: what (error message); right`."""
+    """Convert any exception in the `with` block to a `DataError` of the form `place: what (error message); right`."""
     try:
         yield
     except (ChatmillError, MemoryError):

@@ -1,8 +1,9 @@
-"""The split patterns that the C engine supports. A split pattern divides text into words before merging.
+"""The split patterns that the C engine supports. A split pattern divides text into words, before BPE merges are applied
+within each word.
 
-A pattern is recognized by its exact regular expressions in the `pre_tokenizer` of a tokenizer.json, not by the name of
-a model. The engine does not run regular expressions, but has code for each pattern and a table with the class of every
-character. The table of character classes is computed with `tokenizers`.
+A pattern is recognized by the exact regular expressions in the `pre_tokenizer` of a tokenizer.json, not by the name of
+a model. The engine does not run regular expressions: it has C code for each pattern, and a table of character classes
+that is computed with `tokenizers`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Class(IntEnum):
 
 @dataclass(frozen=True)
 class WordSplit:
-    """A pattern, and the characters of each class. Characters that are not listed have the class `unlisted`."""
+    """A split pattern, and a regular expression for the characters of each class. All other characters have the class
+    `unlisted`.
+    """
 
     pattern: Pattern
     classes: tuple[tuple[Class, str], ...]
@@ -129,7 +132,9 @@ def _regex(section: Any) -> str | None:
 
 @cache
 def classes(split: WordSplit, *, nfc: bool) -> bytes:
-    """Return the class of every character, as in `tokenizers`, with DOUBT added if NFC may change the character."""
+    """Return the class of every character below `KNOWN`. With `nfc`, DOUBT is added to the class of characters that NFC
+    may change.
+    """
     # Replace surrogates, which are not characters, so that the position of each character is its code point.
     text = "".join(chr(n) if not 0xD800 <= n < 0xE000 else "\ufffd" for n in range(KNOWN))
     kinds = np.full(KNOWN, split.unlisted, dtype=np.uint8)
@@ -145,7 +150,7 @@ def classes(split: WordSplit, *, nfc: bool) -> bytes:
 
 
 def _in_doubt(text: str) -> set[str]:
-    """Return the characters that NFC changes, moves, or joins with the previous character."""
+    """Return the characters that NFC normalization may change, reorder, or combine with the previous character."""
     parts = [unicodedata.normalize("NFD", character) for character in text]
     joined = {part for whole in parts for part in whole[1:]}
     jamo = map(chr, [*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)])

@@ -1,4 +1,4 @@
-"""`chatmill doctor`: check the nodes of a run before it starts.
+"""`chatmill doctor`: check the nodes of a training run before it starts.
 
     python -m chatmill.train.doctor                               where typer and rich are not installed
     torchrun --nproc-per-node 8 -m chatmill.train.doctor --shared /data/runs
@@ -46,9 +46,9 @@ class TableRow:
 
 
 def diagnose(folders: Sequence[str | Path] = (), *, seconds: float = SECONDS) -> list[TableRow] | None:
-    """Run all checks; return the table on rank 0, and None on other ranks.
+    """Run all checks; return the table of results on rank 0, and None on other ranks.
 
-    All ranks must call this function. `folders` are the folders that all ranks should share.
+    All ranks must call this function. `folders` lists the folders that must be on a file system shared by all ranks.
     """
     if not 0 < seconds <= MOST_SECONDS:
         raise UsageError(
@@ -114,7 +114,7 @@ def _together(rendezvous: Rendezvous, local: Sequence[CheckRow], folders: Sequen
 
 
 def _grouped(rows: Sequence[tuple[int, CheckRow]], hosts: Sequence[str]) -> Iterator[TableRow]:
-    """Yield each distinct row once, with the nodes or ranks that reported the row."""
+    """Yield each distinct check result once, with the names of the nodes or ranks that reported it."""
     first_ranks = {hosts.index(host) for host in hosts}
     by_row: dict[CheckRow, list[int]] = {}
     for rank, row in rows:
@@ -130,7 +130,7 @@ def _grouped(rows: Sequence[tuple[int, CheckRow]], hosts: Sequence[str]) -> Iter
 
 
 def _place(ranks: Sequence[int], hosts: Sequence[str], expected: set[int]) -> str:
-    """Return the scope of a row as text: all nodes, some nodes, or some ranks."""
+    """Return the names of the nodes or ranks that reported a result, or `all`."""
     if len(set(hosts)) == 1 and set(ranks) == expected:
         return hosts[0]
     if set(ranks) == expected:
@@ -146,7 +146,7 @@ def _place(ranks: Sequence[int], hosts: Sequence[str], expected: set[int]) -> st
 
 
 def _doubled_gpus(rows: Sequence[tuple[int, CheckRow]], hosts: Sequence[str]) -> Iterator[TableRow]:
-    """Yield a failed check for each GPU that several ranks on a node would use."""
+    """Yield a failed check for each GPU that more than one rank would use."""
     if len(hosts) == 1:
         return
     used: dict[tuple[str, str], list[int]] = {}

@@ -7,7 +7,7 @@ Model folders may come from untrusted sources. Only the following files are read
     adapter_model.safetensors       instead, in a folder with adapter_config.json
 
 Pickles (pytorch_model.bin, .pt, …) are not read, because loading a pickle can run arbitrary code. This module does not
-import torch, so an unusable folder is refused quickly.
+import torch, so an invalid model folder is rejected quickly.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementatio
 
 
 class TensorInfo(NamedTuple):
-    """One tensor in a safetensors header."""
+    """The dtype and shape of one tensor in a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The config and tensor headers of a model folder, checked for consistency."""
+    """The config of a model folder, and the dtype and shape of each tensor in its weight files."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -81,9 +81,10 @@ class ModelFiles:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise `DataError` unless a model folder contains only folders and regular files.
+    """Raise `DataError` if a model folder contains anything other than folders and regular files.
 
-    Links must point into the folder, except links from snapshots/ to blobs/ in the Hugging Face cache.
+    Symbolic links must point to files inside the folder; in the Hugging Face cache, links from snapshots/ to blobs/ are
+    also allowed.
     """
     try:
         root = folder.resolve()
@@ -124,7 +125,9 @@ def read_model_files(folder: Path) -> ModelFiles:
 
 
 def read_headers(folder: Path, weights: str, index: str | None = None) -> dict[str, TensorInfo]:
-    """Read the tensor headers of a folder's weights, from one file or from the files in its index."""
+    """Return the dtype and shape of each tensor in the file `weights` or, if it does not exist, in the files that
+    `index` lists.
+    """
     if os.path.lexists(folder / weights):
         return read_header(folder / weights)
     if index is not None and os.path.lexists(folder / index):
@@ -205,9 +208,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def match_modes(folder: Path) -> None:
-    """Give the weight files of a saved model the permissions of its config.
+    """Set the permissions of a saved model's weight files to those of its config file.
 
-    safetensors creates files that only their owner can read.
+    The safetensors library creates files that only their owner can read.
     """
     mode = stat.S_IMODE(next(folder.glob("*config.json")).stat().st_mode)
     for path in folder.glob("*.safetensors"):
@@ -215,7 +218,9 @@ def match_modes(folder: Path) -> None:
 
 
 def check_headers(folder: Path) -> None:
-    """Raise `DataError` if a folder contains neither a model nor adapters; check only file types and headers."""
+    """Raise `DataError` if a folder contains neither a valid model nor LoRA adapters. Only file types, configs and
+    tensor headers are checked.
+    """
     check_folder(folder)
     if is_adapter(folder):
         read_config(folder / ADAPTER_CONFIG)
@@ -239,7 +244,7 @@ def model_type(folder: Path) -> str:
 
 
 def check_sizes(files: ModelFiles) -> None:
-    """Raise `DataError` if the sizes in a model's config cannot match its weights."""
+    """Raise `DataError` if the layer counts and sizes in a model's config are too large for its weights."""
     largest = max((number for tensor in files.tensors.values() for number in tensor.shape), default=0)
     for key, value in _numbers(files.config):
         name = key.rpartition(".")[2]
@@ -258,8 +263,8 @@ def check_sizes(files: ModelFiles) -> None:
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the layer counts and sizes in a config and its nested configs. Null values stand for transformers' defaults
-    and are skipped.
+    """Yield the layer counts and sizes in a config and its nested configs. Null values, for which transformers uses its
+    defaults, are skipped.
     """
     return ((key, value) for key, value in _named(config, LAYER_COUNTS | SIZES) if value is not None)
 

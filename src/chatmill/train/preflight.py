@@ -1,4 +1,4 @@
-"""Preflight checks: create or open the model, and check that the data fits the model before training starts."""
+"""Create or open the model, and check before training starts that the model can be trained on the dataset."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ SCAN = 1 << 24
 
 
 def make_model(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None) -> CausalModel:
-    """Create the model of a config on the CPU: a new model, or a model from a folder, with new adapters if configured.
-    Without adapters, the weights have the precision that the optimizer requires.
+    """Create the model of a training config on the CPU: a new model, or a model from a folder, with new LoRA adapters
+    if the config asks for them. Without adapters, the weights have the dtype that the optimizer requires.
 
     Raises `MemoryError` if a new model does not fit into host memory.
     """
@@ -60,7 +60,7 @@ def make_model(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | N
 
 
 def weights_hash(folder: Path) -> str:
-    """Return one hash over all weight files in a model folder."""
+    """Return one hash for all weight files in a model folder together."""
     check_folder(folder)
     paths = sorted(path for path in folder.iterdir() if path.suffix == WEIGHTS)
     hashes = [[path.name, file_info(path).sha256] for path in paths]
@@ -93,7 +93,7 @@ def check_fit(config: TrainConfig, loader: EpisodeLoader, model: CausalModel, *,
 
 
 def tokenizer_of(config: TrainConfig, loader: EpisodeLoader) -> str | None:
-    """Return the tokenizer hash of the initial model, if known."""
+    """Return the hash of the tokenizer that the initial model was trained with, or None if it is unknown."""
     if config.init_from_model is None:
         return None
     folder = model_folder(config.init_from_model)
@@ -108,7 +108,7 @@ def tokenizer_of(config: TrainConfig, loader: EpisodeLoader) -> str | None:
 
 
 def unknown_ids(dataset_dir: Place, sources: Sequence[DataSource], model: CausalModel) -> Iterator[str]:
-    """Yield an error message if the data has ids outside the model's vocabulary."""
+    """Yield an error message if the dataset contains token ids outside the model's vocabulary."""
     size = data_vocab_size(sources)
     if size > model.vocab_size:
         yield (
@@ -118,12 +118,14 @@ def unknown_ids(dataset_dir: Place, sources: Sequence[DataSource], model: Causal
 
 
 def padding_of(loader: EpisodeLoader) -> int:
-    """Return the id of the padding token, which does not have to occur in the data."""
+    """Return the id of the token that pads rows; the dataset itself may not contain this token."""
     return loader.plan(loader.split).pad_token_id
 
 
 def data_vocab_size(sources: Sequence[DataSource]) -> int:
-    """Return the vocabulary size in the metadata of the data or, without metadata, the largest token id plus 1."""
+    """Return the vocabulary size from the dataset metadata or, without metadata, the largest token id in the dataset
+    plus 1.
+    """
     if sources[0].vocab_size is not None:
         return sources[0].vocab_size
     return 1 + max(_largest(source) for source in sources)
@@ -137,8 +139,8 @@ def _largest(source: DataSource) -> int:
 
 
 def trained_with(folder: Path) -> dict[str, Any]:
-    """Read training.json from a model folder. Return an empty object if the file does not exist, as in models from
-    other programs.
+    """Read training.json from a model folder. Return an empty dict if the file does not exist, because another program
+    saved the model.
     """
     path = folder / TRAINING
     training = read_optional(path, "remove the file, or save the model again")
@@ -150,7 +152,9 @@ def trained_with(folder: Path) -> dict[str, Any]:
 
 
 def base_of(folder: Path) -> dict[str, str] | None:
-    """Return the folder and weight hash of the adapters' base model, or None if they are not recorded."""
+    """Return the folder of the base model of LoRA adapters and the hash of its weights, or None if training.json does
+    not record them.
+    """
     match trained_with(folder).get("base"):
         case None:
             return None
@@ -164,7 +168,7 @@ def base_of(folder: Path) -> dict[str, str] | None:
 
 
 def read_optional(path: Path, advice: str) -> Any:
-    """Read the JSON value in a file; return an empty object if the file does not exist."""
+    """Read the JSON value in a file; return an empty dict if the file does not exist."""
     try:
         return json.loads(read_plain(path))
     except FileNotFoundError:
@@ -176,9 +180,10 @@ def read_optional(path: Path, advice: str) -> Any:
 
 
 def about_model(loader: EpisodeLoader, *, step: int, base: Mapping[str, str] | None = None) -> dict[str, bytes]:
-    """Return the files for a model folder that describe how to render prompts exactly as in training.
+    """Return the contents of training.json and tokenizer_state.json for a model folder, by file name. They describe how
+    to render prompts exactly as in training.
 
-    `base` identifies the base model of adapters.
+    `base` is the folder and the weight hash of the base model, if the model consists of LoRA adapters.
     """
     source = loader.sources[0]
     about: dict[str, Any] = {"dataset": str(loader.dataset_dir), "dataset_sha256": loader.sha256}

@@ -283,7 +283,7 @@ def read_rows(folder: Path, step: int) -> list[RowLoss]:
 
 
 def rows_data(folder: Path, step: int) -> RowsData:
-    """Return the dataset that the episode ids of a step refer to; raise `DataError` if the run did not log this step."""
+    """Return the dataset that the episode ids of a step refer to; raise `DataError` if the step was not logged."""
     return _of_step(folder, step)[0][0]
 
 

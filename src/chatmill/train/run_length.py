@@ -2,9 +2,9 @@
 
     epochs 2.5, packed:  steps of epoch 0 + steps of epoch 1 + half of those of epoch 2
 
-Packing differs between epochs, so the steps in an epoch are counted from the plan. Sampling from a mix never ends. One
-epoch of a mix has as many episodes as all its sources together, drawn according to the mix weights. With `mix_epochs`,
-one epoch of a mix contains the given number of epochs of each source.
+Packing differs between epochs, so the loader's plan is used to count the steps in each epoch. Sampling from a mix never
+ends. One epoch of a mix has as many episodes as all its sources together, drawn according to the mix weights. With
+`mix_epochs`, one epoch of a mix contains the given number of epochs of each source.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from chatmill.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class RunLength:
-    """The number of steps in a run, and the number of episodes that are dropped at the end."""
+    """The number of steps in a run, and the number of episodes that are dropped at the end of an epoch."""
 
     steps: int
     left_out: int = 0
@@ -32,7 +32,7 @@ class RunLength:
     notes: Sequence[str] = ()
 
     def left_out_note(self, loader: EpisodeLoader) -> Iterator[str]:
-        """Yield a note about episodes that are dropped because they do not fill a batch."""
+        """Yield a message about the episodes that are dropped because they do not fill a batch, if any."""
         if self.left_out:
             # The number can differ between epochs, because packing depends on the order.
             about, which = ("", "the epoch") if self.whole_epochs == 1 else ("about ", "each epoch")
@@ -43,7 +43,7 @@ class RunLength:
             )
 
     def further(self, config: TrainConfig) -> str:
-        """Return a phrase that says how to continue a finished run of this length."""
+        """Return advice on how to continue a run that has finished all its steps."""
         if config.epochs is not None:
             passes = "one pass" if config.epochs == 1 else f"{config.epochs:g} epochs"
             done = f"the run has finished its {passes}"
@@ -55,7 +55,7 @@ class RunLength:
 
 
 def run_length(config: TrainConfig, loader: EpisodeLoader) -> RunLength:
-    """Compute the length of a run on this data; post-training is limited to one epoch."""
+    """Compute the number of steps in a run on the loader's dataset. Post-training runs stop after one epoch."""
     if config.max_iters is not None and not config.post_training:
         return RunLength(config.max_iters)
     plan = loader.plan(loader.split)
@@ -88,7 +88,7 @@ def _has_no_epochs(config: TrainConfig, plan: LoadPlan) -> UsageError:
 
 
 def _of_epochs(epochs: float, plan: LoadPlan) -> RunLength:
-    """Count the steps in all whole epochs, and add those in the remaining fraction of an epoch, rounded up."""
+    """Return the number of steps in `epochs` epochs; the steps of a fraction of an epoch are rounded up."""
     # Parse the decimal representation, so that 0.1 is exactly one tenth.
     exact = Fraction(str(epochs))
     whole, share = divmod(exact, 1)
@@ -102,7 +102,9 @@ def _of_epochs(epochs: float, plan: LoadPlan) -> RunLength:
 
 
 def _count(plan: LoadPlan, epoch: int) -> tuple[int, int]:
-    """Return the number of steps and of leftover rows in an epoch. Raise `UsageError` if the epoch has no steps."""
+    """Return the number of steps in an epoch, and the number of rows in its last, incomplete batch. Raise `UsageError`
+    if the epoch has no steps.
+    """
     return plan.num_steps(epoch), plan.count_rows(epoch) % plan.config.batch_size
 
 

@@ -1,4 +1,4 @@
-"""Check the invariant of trained answers before the text is encoded.
+"""Check the start, content and end of each trained answer in the rendered text, before it is encoded.
 
 A trained answer starts where its prompt ends, contains no header and no text of another message, and ends with a token
 that ends a turn. `row_check` performs the same check on finished rows.
@@ -22,8 +22,8 @@ NO_END: Final = "no_end_token"
 def check_answers(
     derived: DerivedAnswers, tokens: ControlTokens, turns: TurnMarks, *, allow_no_end: bool
 ) -> tuple[Note, ...]:
-    """Raise a `RecordError` if an answer violates the invariant of trained answers; otherwise return notes for
-    the ledger.
+    """Raise a `RecordError` if an answer starts, ends or contains text where it should not (see the module docstring);
+    otherwise return notes for the ledger.
 
     Answers between generation tags are not checked, because the template itself marks the trained text.
     """
@@ -46,7 +46,7 @@ def check_answers(
 
 
 def without_prompt_space(derived: DerivedAnswers) -> DerivedAnswers:
-    """Move trailing spaces of the assistant header from the prompt to the answer, for --strip-prompt-space."""
+    """Move the spaces at the end of each assistant header to the start of the answer, for --strip-prompt-space."""
     answers, contexts = [], []
     for answer, context in zip(derived.answers, derived.contexts, strict=False):
         text = context.text if context.prompt_only else context.text.rstrip(" ")
@@ -56,9 +56,9 @@ def without_prompt_space(derived: DerivedAnswers) -> DerivedAnswers:
 
 
 def _check_text(derived: DerivedAnswers, answer: AnswerSpan, tokens: ControlTokens, turns: TurnMarks) -> bool:
-    """Raise `RecordError` if an answer contains a header or text of another message.
+    """Raise `RecordError` if an answer contains the header or the text of another message.
 
-    Return whether the answer ends with an end token.
+    Return whether the answer ends with a token that ends a turn.
     """
     begin = 0
     literals = []

@@ -1,4 +1,4 @@
-"""Encode many records to Rows together, using the token layout of each record."""
+"""Encode the rendered text of many records to `Rows` in one batch, using the token layout of each record."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOTES, _LAYOUT, _WEIGHT = attrgetter("notes"), attrgetter("layout"), attrgetter
 
 
 class LaidOut(NamedTuple):
-    """The layout of a conversation and the texts for its slots."""
+    """The token layout of a conversation, and the message texts to fill into the slots of the layout."""
 
     layout: TokenLayout
     slots: list[str] | None
@@ -67,7 +67,7 @@ def encode_rows(
     check: RowCheck | None,
     ledger: Ledger,
 ) -> Rows:
-    """Encode each record to one row.
+    """Encode each record to one row, and apply the loss weights.
 
     With `tags`, a token that spans the boundary of an answer belongs to the answer.
     """
@@ -102,7 +102,7 @@ def encode_rows(
 
 
 def _apply_weights(records: Sequence[Record], spans: Table, first_span: Index) -> None:
-    """Apply the weights of individual messages, which override the weights of roles."""
+    """Apply the `weight` of individual messages, which overrides the weight of their role."""
     if isinstance(records, ChatColumns):
         return
     for row, record in enumerate(records):
@@ -142,7 +142,9 @@ class _RowEncoder:
     """Number of tokens that span the boundary of an answer."""
 
     def by_sections(self, laid_out: Sequence[LaidOut]) -> tuple[Rows, NDArray[np.bool_]]:
-        """Encode all rows together. Also return which rows have a boundary without an exact token position."""
+        """Encode all rows in one batch. Also return which rows have a cell boundary whose token position is not exactly
+        known.
+        """
         laid_out, inexact = self._with_text_tokens(laid_out)
         rows = self.tables.rows([*map(_LAYOUT, laid_out)])
         table = rows.table
@@ -176,7 +178,7 @@ class _RowEncoder:
     ) -> _Sections:
         """Encode the sections of all rows.
 
-        `numbers` contains the table index of each section, and `num_sections` the number of sections in each row.
+        `numbers` contains the index of each section in `table`, and `num_sections` the number of sections in each row.
         """
         in_columns = np.array([one.slots is None for one in laid_out], dtype=bool)
         of_columns = np.repeat(in_columns, num_sections)
@@ -210,10 +212,10 @@ class _RowEncoder:
         return _Sections(ids, first, last, size, literal_bytes, stripped)
 
     def _with_text_tokens(self, laid_out: Sequence[LaidOut]) -> tuple[Sequence[LaidOut], NDArray[np.bool_]]:
-        """Give each text token (an added token in the text of a message) its own cell in the layout of its row.
+        """Give each text token (an added token in the text of a message) a separate cell in the layout of its row.
 
-        Also return which rows must be encoded as a whole, because a text token spans a boundary or the tokenizer
-        normalizes text first. Conversations that are stored in columns contain no text tokens.
+        Also return which rows must be encoded as a single text, because a text token spans a cell boundary or the
+        tokenizer normalizes the text. Conversations that are stored in columns contain no text tokens.
         """
         whole = np.zeros(len(laid_out), dtype=bool)
         filled = [at for at, one in enumerate(laid_out) if one.slots is not None] if self.text_tokens.ids else []
@@ -245,10 +247,10 @@ class _RowEncoder:
         borders: Index,
         section: Index,
     ) -> tuple[Index, NDArray[np.bool_]]:
-        """Return the token position of each boundary and whether it is exact.
+        """Return the token position of each cell boundary, and whether this position is exact.
 
-        A token that spans the end of the prompt is context. With generation tags, a token that spans the start of an
-        answer belongs to the answer, as in transformers.
+        A token that spans the end of the prompt and the start of the answer is not trained on. With generation tags, a
+        token that spans the start of an answer belongs to the answer, as in transformers.
         """
         size = encoded.size[section]
         text_bytes = np.where(table.after_text[borders], size - encoded.literal_bytes[section], 0)
@@ -295,9 +297,7 @@ class _RowEncoder:
         return whole_weights(one.char_weights, *self._parts(one.layout, one.slots), ids, self.encoder)
 
     def _parts(self, layout: TokenLayout, slots: Sequence[str]) -> tuple[list[str], list[bool]]:
-        """Return the text of each cell, and whether each cell is a control token that cannot come from the text of a
-        message.
-        """
+        """Return the text of each cell, and whether the cell is a control token that the template wrote."""
         texts = [fill_slots(text, slots) for text in layout.texts]
         return texts, [token is not None and token not in self.text_tokens.ids for token in layout.tokens]
 
@@ -308,7 +308,7 @@ class _RowEncoder:
         return self.columns.texts(row)
 
     def as_whole(self, one: LaidOut, row: int) -> Rows:
-        """Encode one row as a single text, and locate its cells by the offsets that `tokenizers` reports."""
+        """Encode one row as a single text, and locate its cells by the character offsets of the tokens."""
         if not self.encoder.can_encode_whole:
             what = "cannot determine where the tokens start, because the tokenizer changes the text"
             raise RecordError(what, "use a tokenizer.json, or remove the record", kind="vague_border")
@@ -328,7 +328,7 @@ class _RowEncoder:
 
 
 def _section_texts(laid_out: Sequence[LaidOut]) -> list[str]:
-    """Return the texts of all sections in rows that are not stored in columns."""
+    """Return the texts of all sections, except those of conversations that are stored in columns."""
     texts: list[str] = []
     for layout, slots, *_ in laid_out:
         if slots is not None:

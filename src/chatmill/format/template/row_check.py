@@ -1,9 +1,10 @@
-"""Check the boundaries of trained answers (see `answer_check`) in the token ids of many finished rows at once.
+"""Check in the token ids of finished rows that each trained answer starts and ends where it should (see
+`answer_check`).
 
     row      … <|im_end|> \n | <|im_start|> assistant \n | Hello . <|im_end|> | \n …
                                header of the prompt         trained, ends with an end token
 
-The check reads the loss mask from the spans, so it does not depend on the code that locates the answers.
+The check reads the loss mask from the spans, so it is independent of the code that finds the answers in the text.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ NEARBY = 64
 
 @dataclass(frozen=True, eq=False)
 class ExpectedAnswers:
-    """The headers that must precede the answers of a row.
+    """The headers (such as `<|im_start|>assistant\\n`) that must precede the answers of a row.
 
-    Text at the end of a header may be tokenized differently if an answer follows, so the text after the last control
-    token is compared by its size in bytes, not by its ids.
+    The text after the last control token of a header can be tokenized differently if an answer follows. Therefore, the
+    size of this text in bytes is compared, not its token ids.
 
         <|im_start|> assistant <|im_sep|>   \\n
         compared by id                      by size
@@ -53,8 +54,8 @@ class ExpectedAnswers:
 def expected_answers(contexts: Sequence[Context], encode: Encode, *, rewrites: bool, strips: bool) -> ExpectedAnswers:
     """Return the headers that must precede the answers, as token ids.
 
-    `rewrites` means that the tokenizer normalizes text, so the bytes of the tokens may differ from the text. `strips`
-    means that some control tokens remove the whitespace before them (lstrip).
+    Set `rewrites` if the tokenizer normalizes text, so that the bytes of the tokens can differ from the text. Set
+    `strips` if some control tokens remove the whitespace before them (lstrip).
     """
     headers, tails = [], []
     for context in contexts:
@@ -70,7 +71,7 @@ def expected_answers(contexts: Sequence[Context], encode: Encode, *, rewrites: b
 
 
 class RowCheck:
-    """Checks rows against the token ids that open and end turns in a template."""
+    """Checks the answers in rows with the token ids that open and end the turns of a chat template."""
 
     def __init__(
         self,
@@ -81,7 +82,9 @@ class RowCheck:
         byte_lengths: Callable[[Ids], NDArray[np.int32]],
         allow_no_end: bool,
     ) -> None:
-        """`other_headers` contains the headers of user and tool turns, each of which starts with a control token."""
+        """`other_headers` contains the token ids of the headers of user and tool turns, each of which starts with a
+        control token.
+        """
         self.other_headers, self.allow_no_end = tuple(map(tuple, other_headers)), allow_no_end
         self._byte_lengths = byte_lengths
         self._is_end = np.zeros(vocab_size, dtype=bool)
@@ -91,7 +94,9 @@ class RowCheck:
         self._is_mark[self._marks] = True
 
     def check(self, rows: Rows, records: Sequence[Record], expected: Sequence[ExpectedAnswers]) -> None:
-        """Raise a `RecordError` for the first row with an answer that starts, continues or ends in the wrong place."""
+        """Raise a `RecordError` for the first answer that starts or ends at the wrong token or contains the header of
+        another turn.
+        """
         distinct = {id(one): one for one in expected}
         answers = _answers(rows)
         number = {key: at for at, key in enumerate(distinct)}
@@ -155,7 +160,9 @@ class RowCheck:
         return right
 
     def _spells(self, ids: Ids, start: Index, count: int, size: Index) -> NDArray[np.bool_]:
-        """Whether a text of `size` bytes spans exactly the `count` tokens before each answer."""
+        """For each answer, return whether the `count` tokens before it are exactly the tokens that contain the last
+        `size` bytes of its header.
+        """
         if not count:
             return size <= 0
         tokens = ids[(start - count)[:, None] + np.arange(count)]
@@ -197,7 +204,7 @@ class RowCheck:
 
 @dataclass(frozen=True)
 class _Answers:
-    """Token ranges of the answers in all rows, in order."""
+    """Row, message index and token range of each answer, in row order."""
 
     row: Index
     message: Index
@@ -223,7 +230,9 @@ def _fault(record: Record, what: str, kind: str) -> RecordError:
 
 
 def header_ids(headers: Collection[str], encode: Encode) -> tuple[tuple[int, ...], ...]:
-    """Return the ids of headers without the last text token, which may be part of a longer token in a row."""
+    """Return the token ids of each header. If a header ends with text, its last token is omitted, because this text can
+    be part of a longer token in a row.
+    """
     out = []
     for header in headers:
         ids, is_control, _ = encode(header)
