@@ -1,7 +1,8 @@
 """Measure how chatmill's time and memory grow with the amount of data: `python benchmarks/growth.py [--json]`.
 
-The benchmark prepares, verifies and loads a tenth of the conversations, all of them, and ten times as many. Each
-step runs in a separate process. The time to verify is compared with the time to hash the same bytes.
+The benchmark prepares, verifies and loads three datasets: a tenth of the conversations, all conversations, and ten
+times as many. Each measurement runs in a separate process. The time to verify a dataset is compared with the time to
+hash the same bytes.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ def verifying(dataset: Path) -> dict[str, float]:
 
 
 def loading(dataset: Path) -> dict[str, float]:
-    """Return the milliseconds per packed batch. The first batch, which includes planning, is measured separately."""
+    """Return the average time per batch in milliseconds. The time of the first batch, which includes planning, is
+    returned separately.
+    """
     # The loader imports torch, which would add to the memory of the other measurements.
     from chatmill.load.loader import EpisodeLoader
 

@@ -72,7 +72,7 @@ def interpreter(python: str) -> Path | None:
 
 
 def try_package(package: Path, python: Path, *flags: str, **env: str) -> str:
-    """Install a package in an empty virtual environment and prepare a dataset with it; return the hash of the dataset."""
+    """Install a package in an empty virtual environment, prepare a dataset with it, and return the dataset's hash."""
     with tempfile.TemporaryDirectory() as folder:
         installed = Path(folder, "bin", "python")
         run(BIN / "uv", "venv", "--quiet", "--python", python, folder)

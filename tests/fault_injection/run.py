@@ -1,4 +1,4 @@
-"""Run the trials in parallel, each in a separate process, and print a table of results.
+"""Run the fault-injection trials in parallel, each in a separate process, and print a table of results.
 
     python tests/fault_injection/run.py                       run all trials and update docs/explanation/reliability.md
     python tests/fault_injection/run.py --short               run the same trials at small sizes

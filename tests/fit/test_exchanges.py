@@ -24,7 +24,9 @@ OVER = "last_exchange_over_max_tokens"
 
 
 def chat(*turns: str, flags: dict[int, float] | None = None) -> Record:
-    """Build a record: `Uhi` is a user message; `flags` maps message indices to weights."""
+    """Build a record from strings such as `Uhi`, a user message with the content `hi`. `flags` maps message indices to
+    weights.
+    """
     weights = {at: weight for at, weight in (flags or {}).items() if at < len(turns) and turns[at][0] != "T"}
     return Record([Message(ROLES[turn[0]], turn[1:], weight=weights.get(at)) for at, turn in enumerate(turns)])
 
@@ -34,7 +36,7 @@ def written(message: Message) -> str:
 
 
 def tokens(messages: list[Message]) -> int:
-    """Each control token and each ASCII character is one token."""
+    """Count tokens: each control token and each ASCII character is one token."""
     return sum(len(message.role) + len(message.content) + 4 for message in messages)
 
 
@@ -67,7 +69,7 @@ def expected(messages: list[Message], trained: list[bool], capacity: int) -> lis
 
 
 def is_trained(messages: list[Message], train_on: str) -> list[bool]:
-    """Return whether each message is trained on: this depends on its weight if it has one, otherwise on its role."""
+    """Return whether each message is trained on, according to its weight or, without a weight, to its role."""
     answers = [at for at, message in enumerate(messages) if message.role == "assistant"]
     users = [at for at, message in enumerate(messages) if message.role == "user"]
     by_role = {

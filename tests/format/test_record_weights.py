@@ -149,7 +149,7 @@ def test_a_completion_directly_follows_its_prompt():
 
 
 def space_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """Return a tokenizer that adds a space before every text, like that of Llama 2."""
+    """Return a tokenizer that adds a space before every text, like the Llama 2 tokenizer."""
     engine = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
     normalizers = tokenizers.normalizers
     engine.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -170,7 +170,7 @@ TEXTS = st.text("the quickbrownfxa ", max_size=12)
 @settings(max_examples=60)
 @given(prompt=TEXTS, completion=TEXTS)
 def test_a_completion_follows_its_prompt_without_an_added_space(spaced, prompt, completion):
-    """As in TRL, prompt and completion are encoded as one text."""
+    """As in TRL, a prompt and its completion are encoded as one text."""
     engine, renderer = spaced
     record = Record([*([Message("user", prompt)] if prompt else []), Message("assistant", completion)])
     ledger = Ledger()

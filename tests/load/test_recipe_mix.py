@@ -70,7 +70,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def small():
-    """Use windows of a few rows, and skip fsync, which is slow for many small files."""
+    """Use small windows of 50 episodes, and skip fsync, which is slow for many small files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files.Disk, "sync", lambda self, path: None)
         patch.setattr("chatmill.load.plan.WINDOW", 50)

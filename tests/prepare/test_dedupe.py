@@ -77,7 +77,7 @@ def corpus(count: int) -> list[dict[str, Any]]:
 
 
 def similarities(records: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
-    """Return each pair of records that share a 5-byte sequence, with its exact Jaccard similarity."""
+    """Return the exact Jaccard similarity of each pair of records with more than 20 common 5-byte sequences."""
     held: dict[bytes, list[int]] = {}
     sizes = []
     for number, record in enumerate(records):
@@ -168,7 +168,7 @@ def test_the_duplicate_in_the_source_with_the_highest_precedence_is_kept(tmp_pat
 
 
 def test_chains_of_near_duplicates_keep_their_first_record(tmp_path):
-    """Each text replaces one more letter than the previous one, so only neighbors are similar."""
+    """Each record differs from the previous one in one letter, so only records that are close together are similar."""
     letters = random.Random(3)
     text = list("".join(letters.choices("abcdefghijklmnop", k=400)))
     records = []

@@ -116,7 +116,7 @@ def test_a_dataset_equals_its_records_rendered_and_truncated_one_at_a_time(tmp_p
 
 
 def assert_blocks_equal(one: Rows, other: Rows) -> None:
-    """Padding has no file of origin, so files are not compared."""
+    """Compare two sets of blocks. Input files are not compared, because padding has no input file."""
     for field in ("ids", "spans", "first_span", "first_segment"):
         assert np.array_equal(getattr(one, field), getattr(other, field)), field
     for column in ("line", "key"):

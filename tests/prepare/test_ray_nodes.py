@@ -1,7 +1,7 @@
-"""A Ray cluster whose nodes share only an object store writes the same bytes as one process.
+"""Test that a Ray cluster whose nodes share only an object store writes the same bytes as one process.
 
-Each node has its own working, temporary and home folder. An audit hook in every process of a node denies access to the
-driver's folder.
+Each node has a separate working, temporary and home folder. An audit hook in every process of a node denies access to
+the folder of the Ray driver.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ QUICK = {
 
 
 class Nodes:
-    """The numbered nodes of a cluster; node 0 is the head, which runs no tasks."""
+    """The nodes of a Ray cluster, by number. Node 0 is the head node, which runs no tasks."""
 
     def __init__(self, folder: Path, driver: Path) -> None:
         self._folder, self._driver = folder, driver
@@ -133,7 +133,7 @@ def cluster(folder: Path, driver: Path, workers: int) -> Iterator[Nodes]:
 
 
 def started_head(folder: Path, driver: Path) -> Nodes:
-    """Start a cluster of one node; retry, because Ray times out on a busy machine."""
+    """Start the head node of a Ray cluster; retry if Ray times out on a busy machine."""
     for attempt in range(4):
         nodes = Nodes(folder / f"cluster{attempt}", driver)
         try:

@@ -158,7 +158,7 @@ def test_one_of_two_writers_wins_if_the_store_has_conditional_writes(store, buck
 
 
 def test_writes_of_another_program_are_visible_immediately(s3):
-    """By default, s3fs caches listings, so writes by another program would not be visible."""
+    """By default, s3fs caches directory listings, which would hide objects that another program writes."""
     bucket = s3.bucket()
     write(bucket / "a/1", b"1")
     assert names_below(bucket) == [bucket / "a/1"]

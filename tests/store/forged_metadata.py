@@ -9,7 +9,7 @@ from chatmill.store.hashed import json_text, self_hash
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the metadata and give it a valid hash, as an attacker would."""
+    """Change the metadata of a dataset and update its hash, as an attacker would."""
     path = folder / "dataset_metadata.json"
     data = json.loads(path.read_bytes())
     data.pop("sha256")

@@ -21,7 +21,7 @@ def rows_of(lengths: list[list[int]], size: int) -> torch.Tensor:
 
 
 def plain_mask(segments: torch.Tensor) -> torch.Tensor:
-    """All segment ids from the key to the query must be equal."""
+    """Return the attention mask: a query attends to a key if all segment ids from the key to the query are equal."""
     rows, size = segments.shape
     mask = torch.zeros(rows, 1, size, size, dtype=torch.bool)
     for row in range(rows):

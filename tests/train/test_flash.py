@@ -1,4 +1,6 @@
-"""The boundaries and gradients of flash.py, with plain attention in place of the GPU kernels of FlashAttention 4."""
+"""Test the conversation boundaries and gradients in flash.py, with plain attention in place of the FlashAttention 4
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ BATCH = packed([CHATS[:3], CHATS[3:]], 53)
 
 
 def probabilities(q, k, scale):
-    """Causal attention probabilities (heads, queries, keys) of one conversation; shared keys are repeated."""
+    """Return the causal attention probabilities of one conversation, with shape (heads, queries, keys)."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     return scores.masked_fill(~torch.ones(len(q), len(k), dtype=torch.bool).tril(), -torch.inf).softmax(-1)
 
@@ -117,7 +119,7 @@ def plain_rotated(qkv, q_weight, k_weight, cos, sin, heads, eps):
 
 
 def plain_rotated_backward(grads, qkv, q_weight, k_weight, cos, sin, eps):
-    """Gradients of `plain_rotated` and of the values, computed by autograd."""
+    """Compute the gradients of the joint projection and the norm weights with autograd."""
     dq, dk, dv = grads[0], grads[1].sum(0), grads[2].sum(0)
     given = [part if part is None else part.detach().requires_grad_() for part in (qkv, q_weight, k_weight)]
     with torch.enable_grad():

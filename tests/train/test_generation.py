@@ -174,7 +174,7 @@ class Markov(CausalModel):
         return self.table[tokens]
 
     def take(self, rows: torch.Tensor) -> None:
-        """This model has no state to cache."""
+        """Do nothing, because this model caches no state."""
 
 
 # Ending at the first token is likely (0.9). An answer that continues after the first token almost never ends.

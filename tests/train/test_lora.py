@@ -99,7 +99,9 @@ def test_saved_adapters_load_bitwise_equal_with_their_base_model(base, tmp_path)
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 def test_adapters_that_are_trained_further_keep_the_precision_of_their_base_model(base, tmp_path, weights):
-    """With adamw8bit, trained weights are bfloat16. The base model of adapters is not trained."""
+    """The optimizer adamw8bit requires bfloat16 for trained weights. This does not apply to the base model of LoRA
+    adapters, which is not trained.
+    """
     adapted(base).save(tmp_path / "adapters")
     model = open_model(tmp_path / "adapters", weights=weights)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

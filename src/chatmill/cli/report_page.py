@@ -6,7 +6,7 @@ from chatmill.remote.urls import Place
 
 
 def report_page(dataset: Place) -> str:
-    """Return the page that `chatmill report` writes; raise `ModuleNotFoundError` if its packages are not installed."""
+    """Return the page that `chatmill report` writes; raise `ModuleNotFoundError` if a required package is missing."""
     from chatmill import __version__
     from chatmill.show.report import dataset_page
 

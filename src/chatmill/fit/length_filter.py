@@ -1,4 +1,4 @@
-"""Count how many turns from the start of a conversation fit in a model's context."""
+"""Count how many turns at the start of a conversation fit in a model's context."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from chatmill.rows import Index, Part, Role, Rows
 
 
 def turns_that_fit(rows: Rows, context_length: int) -> tuple[Index, Index]:
-    """For each row, return how many turns and tokens fit, or 0 and 0 if no answer fits. The number of turns includes
-    the system turn.
+    """For each row, return how many turns and tokens at its start fit in the context, or 0 and 0 if no answer fits. The
+    system turn is included in the number of turns.
 
         system user asst | user asst | user asst      each part must fit; the row ends before the first that does not
 
-    The first exchange must fit together with the system turn; each later exchange must fit on its own. EOS at the end
-    of a conversation does not count towards the limit.
+    The system turn and the first exchange together may have at most `context_length` tokens, and so may each later
+    exchange. EOS at the end of a conversation is not counted.
     """
     if context_length < 1:
         raise DataError(f"context_length is {context_length}; expected at least 1")

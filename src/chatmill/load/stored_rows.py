@@ -1,6 +1,6 @@
-"""Build the rows of batches with the C extension, directly from mapped tokens and spans.
+"""Build batches with the C extension, directly from the memory-mapped tokens and spans of a dataset.
 
-If the extension is not available or episodes have targets, `RowTable` builds the same arrays with numpy.
+If the C extension is not available or an episode has targets, `RowTable` builds the same arrays with numpy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_COUNTS = 7
 
 
 class StoredRows:
-    """The layout of rows of stored episodes: row r is episodes[first[r]:first[r + 1]], then padding."""
+    """Builds rows from stored episodes. Row r consists of episodes[first[r]:first[r + 1]], followed by padding."""
 
     def __init__(self, plan: LoadPlan, rows: Window, stored: StoredEpisodes) -> None:
         tokens, spans = stored.tokens, stored.spans
@@ -45,7 +45,9 @@ class StoredRows:
         self._options = plan.pad_token_id, config.use_loss_mask, int(Part.PAD)
 
     def build(self, start: int, stop: int, hashed: HashedRows | None = None) -> BuiltRows:
-        """Return the arrays of rows `start` to `stop`, with counts for each row, and digests if `hashed` is given."""
+        """Build the rows from `start` up to but not including `stop`. Also count the tokens of each row and, if
+        `hashed` is given, compute a digest of each row.
+        """
         rows, most = stop - start, int(self._most_segments[start:stop].max(initial=1))
         shape, first = (rows, self._size), self._first[start : stop + 1]
         batch = Batch(
@@ -73,7 +75,7 @@ class StoredRows:
 
 
 def look_up(plan: LoadPlan, rows: Window) -> StoredRows | RowTable:
-    """Look up the layout of rows, without copying tokens."""
+    """Find the tokens and spans of the episodes in each row, without copying them."""
     stored = plan.reader.last_tokens(rows.episodes, plan.capacity)
     if _batch is None or plan.reader.has_targets(stored.shards):
         return row_table(plan, rows, stored)
@@ -81,7 +83,7 @@ def look_up(plan: LoadPlan, rows: Window) -> StoredRows | RowTable:
 
 
 def row_table(plan: LoadPlan, rows: Window, stored: StoredEpisodes | None = None) -> RowTable:
-    """Look up the layout and the weights of rows, as a `RowTable`."""
+    """Return a `RowTable` for the rows of a window."""
     stored = stored or plan.reader.last_tokens(rows.episodes, plan.capacity)
     return RowTable(
         stored.tokens,

@@ -1,4 +1,4 @@
-"""Build datasets from conversations: render units in parallel, in any order, then assemble them in one ordered pass.
+"""Build datasets from conversations: render units of the input in parallel, then combine their rows in input order.
 
     Job, InputSource   what to build: files, tokenizer, format, fit, split
     load_recipe        a job from a YAML or TOML file

@@ -37,8 +37,8 @@ def prepare_preview(
 ) -> Preview:
     """Build a dataset of the first `records` records of each source of a job.
 
-    Invalid records are always skipped, regardless of `job.on_error`, and passed to `on_fault`. The validation split has
-    only the sources with `only_val`, because a fraction of a few records may be empty.
+    Invalid records are always skipped, regardless of `job.on_error`, and passed to `on_fault`. The validation split
+    contains only sources with `only_val`, because a validation fraction of a few records may be empty.
     """
     sources = tuple(replace(source, val_split=None) for source in job.sources)
     engine = _FirstRecordsEngine(records)
@@ -54,7 +54,7 @@ def prepare_preview(
 
 
 class _FirstRecordsEngine:
-    """Runs units in this process until enough records of each source have been read."""
+    """An engine that runs in this process and reads only the first records of each source."""
 
     def __init__(self, records: int) -> None:
         self._records = records

@@ -18,7 +18,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class RecipeLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Loads only plain values, and refuses duplicate keys in a table."""
+    """A YAML loader that accepts only plain values and rejects duplicate keys."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
     yaml_constructors = {  # noqa: RUF012

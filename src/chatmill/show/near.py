@@ -1,6 +1,6 @@
-"""Find near-duplicates of an episode, with the MinHash signatures of `chatmill prepare`.
+"""Find near-duplicates of an episode with MinHash signatures, computed as in `chatmill prepare`.
 
-Signatures are computed on the first request, for a limited number of episodes, and kept in memory.
+The signatures of the first episodes of a split are computed on the first request and kept in memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NearDuplicateFinder:
     def find(self, split: str, number: int) -> NearDuplicates:
         """Return up to LISTED episodes with an estimated similarity of at least MIN_SIMILARITY.
 
-        The similarity is the Jaccard index of the sets of 5-token sequences, without system messages.
+        The similarity of two episodes is the Jaccard index of their sets of 5-token sequences, without system messages.
         """
         own = signatures_of(self._view.row(split, number))[0]
         with self._lock:

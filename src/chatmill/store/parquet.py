@@ -80,7 +80,7 @@ def export_parquet(
     overwrite: bool = False,
     token_dtype: str | None = None,
 ) -> dict[str, Exported]:
-    """Export a dataset, or some of its splits, as Parquet; the output folder is published atomically."""
+    """Export all splits of a dataset, or only `splits`, as Parquet files; the output folder is published atomically."""
     _pyarrow()
     dataset, target = open_dataset(source, token_dtype=token_dtype), local_path(target)
     chosen = {name: dataset[name] for name in splits or dataset.splits}
@@ -104,7 +104,7 @@ def _file_json(path: Path) -> dict[str, Any]:
 
 
 def _listed(folder: Path) -> Iterator[str]:
-    """Yield the files of an export, except a dataset card that was edited after the export."""
+    """Yield the names of the files that an export wrote, except a dataset card that was edited since."""
     path = folder / MANIFEST
     raw = read_hashed(path, "export", Path.read_bytes)
     data = parse_hashed(raw, place=str(path), schema=SCHEMA, version=SCHEMA_VERSION)
@@ -135,7 +135,7 @@ def _pyarrow() -> tuple[Any, Any]:
 
 
 def _wide(dataset: Dataset) -> bool:
-    """Return whether token ids may need more than 31 bits."""
+    """Return whether token ids may not fit in int32."""
     if dataset.metadata is not None:
         return dataset.metadata.vocab_size > MOST_INT32
     return any(shard.dtype.itemsize > 2 for name in dataset.splits for shard in dataset[name].shards)
@@ -164,7 +164,7 @@ def _export(episodes: Episodes, folder: Path, split: str, wide: bool) -> Exporte
 
 
 def _columns(rows: Rows) -> dict[str, tuple[NDArray[np.int64], NDArray[Any]]]:
-    """Return, for each column, the list offsets of the rows and the concatenated values."""
+    """Return the offsets and the values of each list column, as in a pyarrow `ListArray`."""
     position = rows.positions()
     labels = np.where(rows.mask() & (position > 0), rows.targets(), IGNORED)
     lengths = np.diff(rows.segment_start)

@@ -14,9 +14,10 @@ def train_bpe(
 ) -> bytes:
     """Train a byte-level BPE tokenizer on texts and return the bytes of its tokenizer.json.
 
-    The ids of the control tokens come first, then the 256 bytes, then the merges. The tokenizer is lossless. The same
-    texts in the same order give the same file. The vocabulary is smaller than `vocab_size` if the texts contain too few
-    pairs to merge. `progress` is called with the number of texts read so far.
+    The lowest ids are the control tokens, followed by the 256 bytes and the merged tokens. Encoding and then decoding a
+    text returns the same text. The same texts in the same order produce the same file. The vocabulary is smaller than
+    `vocab_size` if the texts contain too few pairs of tokens to merge. `progress` is called with the number of texts
+    read so far.
     """
     tokens = list(dict.fromkeys(control))
     least = 256 + len(tokens)

@@ -1,4 +1,4 @@
-"""Environment variables that a launcher such as torchrun sets: rank, world size and rendezvous address."""
+"""Read the environment variables that a launcher such as torchrun sets: rank, world size and rendezvous address."""
 
 from __future__ import annotations
 

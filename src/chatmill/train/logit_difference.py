@@ -17,7 +17,7 @@ ROWS, LENGTH = 4, 64
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """Absolute differences between the logits of two models over all positions and tokens."""
+    """Maximum and mean absolute difference between the logits of two models, over all positions and token ids."""
 
     max: float
     mean: float
@@ -32,7 +32,7 @@ class LogitDifference:
 
 
 def probe_logits(lm: Any) -> Tensor:
-    """Compute the logits of a transformers model on the fixed input in float32."""
+    """Return the logits of a transformers model on the fixed random input."""
     # Set `separates` to skip the architecture test, because the input has no packed rows.
     model = HFModel(lm, separates=True)
     x = torch.randint(model.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Plot the loss of a run as SVG, without a plotting library."""
+"""Plot the loss curve of a training run as SVG, without a plotting library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ Points = Sequence[tuple[float, float]]
 
 
 def loss_plot(metrics: Sequence[Mapping[str, Any]], *, title: str) -> str:
-    """Plot the loss of every step and evaluation and, for a mix, the loss of each source."""
+    """Return an SVG plot of the training loss and the validation loss; for a mix, also of the validation loss of each
+    source.
+    """
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>'
     back = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'

@@ -1,4 +1,4 @@
-"""Bugs in training runs: checkpoints, audit logs, ranks and models."""
+"""Planted bugs in the code for checkpoints, audit logs, ranks and models, which the trials must detect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def checkpoint_hash_not_checked() -> None:
 
 
 def chain_not_checked() -> None:
-    """Accept any value as the hash of the previous line."""
+    """Make `audit verify` accept any value as the hash of the previous log line."""
     from chatmill.audit import verify as audit_check
     from chatmill.audit.log import START, LogLine, TornLine
 
@@ -39,7 +39,7 @@ def chain_not_checked() -> None:
 
 
 def state_saved_before_the_log() -> None:
-    """Return a hash for a checkpoint without writing its line to the audit log."""
+    """Make checkpoints record a hash whose line was never written to the audit log."""
     from chatmill.audit import AuditLog
 
     add = AuditLog.add

@@ -37,7 +37,9 @@ def name_from(rng: random.Random, *, path: bool = True) -> str:
 
 
 def run(argv: list[str], sink: str, folder: Path) -> dict[str, Any]:
-    """Run a command in this process, whose streams cannot be used afterwards; return its exit code and output."""
+    """Run a command in this process and return its exit code and output. stdout and stderr of the process cannot be
+    used afterwards.
+    """
     streams = {number: os.open(folder / str(number), os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600) for number in (1, 2)}
     os.dup2(streams[2], 2)
     if sink == "pipe":

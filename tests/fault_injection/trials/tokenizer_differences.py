@@ -70,7 +70,9 @@ def text_of(rng: random.Random) -> str:
 
 
 def files_tried(size: int) -> list[tuple[str, bytes]]:
-    """Return a tokenizer for each split pattern, and real tokenizers. A short trial uses only two patterns."""
+    """Return the names and files of the tokenizers to test: one per split pattern, and real tokenizers. If `size` is
+    small, return only two.
+    """
     made = [(name, pre_tokenizer_of(pattern), None) for name, pattern in PATTERNS.items()]
     if size < 10_000:
         made = made[:2]

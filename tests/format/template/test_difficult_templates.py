@@ -1,4 +1,4 @@
-"""Ten templates with one difficulty each, and their masks, written by hand.
+"""Chat templates that each have one unusual feature, and their expected loss masks, written by hand.
 
 In the expected text, « and » enclose the text that is trained on.
 """
@@ -189,7 +189,7 @@ def test_a_first_answer_starts_after_the_header_of_other_answers(tmp_path):
 
 
 def test_an_answer_that_starts_inside_a_literal_is_not_compared_with_the_text_after_it(tmp_path):
-    """After `<think>`, the prompt continues with a newline, but the row continues with `</think>`."""
+    """In the prompt, a newline follows `<think>`; in the rendered conversation, `</think>` follows."""
     source = """{%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\\n' + ('<think></think>' if message.role == 'assistant' else '') -}}
     {{- message.content + '<|im_end|>\\n' -}}

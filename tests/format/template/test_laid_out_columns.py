@@ -67,7 +67,9 @@ def outcome(renderer: TemplateRenderer, records) -> tuple:
 
 @cache
 def renderers(name: str) -> tuple[TemplateRenderer, TemplateRenderer]:
-    """Return two renderers of one template: one for records in columns, and one for single records."""
+    """Return two separate renderers for the same template: one for conversations in columns, and one for single
+    records.
+    """
 
     def made() -> TemplateRenderer:
         if name in SOURCES:

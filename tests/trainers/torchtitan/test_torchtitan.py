@@ -90,7 +90,7 @@ def test_fifty_steps_train_the_batches_of_the_own_loop_and_the_losses_of_a_plain
 
 
 def test_two_ranks_train_the_same_and_resume_on_one(plain, plain_loop, tmp_path):
-    """One test covers all checks with two ranks, because starting processes is slow."""
+    """All checks with two ranks are in one test, because starting the processes is slow."""
     runs = ranks(2, "titan_runs:two_rank_runs", dataset=plain, load=PACKED, folder=tmp_path)
     for rank, (whole, resumed) in enumerate(runs):
         own = own_batches(plain, PACKED, 50, rank=rank, world_size=2)

@@ -22,8 +22,8 @@ NO_END: Final = "no_end_token"
 def check_answers(
     derived: DerivedAnswers, tokens: ControlTokens, turns: TurnMarks, *, allow_no_end: bool
 ) -> tuple[Note, ...]:
-    """Raise a `RecordError` if an answer starts, ends or contains text where it should not (see the module docstring);
-    otherwise return notes for the ledger.
+    """Raise a `RecordError` if the start, content or end of a trained answer is wrong; otherwise return notes for the
+    ledger.
 
     Answers between generation tags are not checked, because the template itself marks the trained text.
     """

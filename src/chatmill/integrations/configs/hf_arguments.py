@@ -1,4 +1,4 @@
-"""Read the keys of transformers' TrainingArguments, which LLaMA-Factory and TRL share."""
+"""Convert the keys of transformers' TrainingArguments, which LLaMA-Factory and TRL configs also use."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ NOTES = {name: note for names, note in _GROUPS.items() for name in names.split()
 
 
 def take_training_arguments(translation: Translation, keys: TheirKeys, names: RunNames, *, checkpointing: bool) -> bool:
-    """Read the keys of TrainingArguments; return whether the run evaluates.
+    """Convert the keys of TrainingArguments; return whether the config enables evaluation.
 
     `checkpointing` is the trainer's default for activation checkpointing.
     """

@@ -1,4 +1,4 @@
-"""Read LLaMA-Factory keys that set how rows are built and mixed."""
+"""Convert the keys of LLaMA-Factory configs that set how conversations are rendered, packed and mixed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A safe implementation of `format` and `%` for templates, which formats each field separately.
+"""A safe implementation of `str.format` and `%` for chat templates, which returns each formatted field separately.
 
-Python's `str.format` can read attributes of its arguments. In a template, a field can only name a value; it cannot
-access attributes or items. Format specs must be short, and values must be plain data.
+Python's `str.format` can read attributes of its arguments. In a chat template, a format field such as `{name}` can
+refer to a value, but cannot access its attributes or items. Widths and precisions are limited to four digits, and
+values must be strings, numbers, booleans, None, lists or dicts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _SCALARS = (str, int, float, bool, type(None))
 
 
 def format_fields(pattern: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of `pattern.format(*args, **kwargs)` as (pattern text, None) or (formatted value, value)."""
+    """Yield the pieces of `pattern.format(*args, **kwargs)`: (text, None) for text of the pattern, and (formatted text,
+    value) for each field.
+    """
     unnamed, has_numbers = 0, False
     for text, name, spec, conversion in string.Formatter().parse(pattern):
         if text:
@@ -68,7 +71,7 @@ def _field(value: Any, spec: str, conversion: str | None) -> str:
 
 
 def format_percent(pattern: str, values: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of `pattern % values` in the same form as `format_fields`."""
+    """Yield the pieces of `pattern % values` in the same form as `format_fields`."""
     given = list(values) if isinstance(values, tuple) else [values]
     used, at = 0, 0
     for match in _PERCENT.finditer(pattern):
@@ -106,7 +109,9 @@ def _check_digits(*numbers: str | None) -> None:
 
 
 def check_plain(value: Any, depth: int = 0) -> None:
-    """Raise an error if a value is not plain data: the text of a function, generator or type is not reproducible."""
+    """Raise an error if a value is not plain data. The `str` of a function or generator, for example, is not
+    reproducible.
+    """
     if isinstance(value, (*_SCALARS, Undefined)):
         return
     if isinstance(value, list | tuple) and depth < MAX_DEPTH:
