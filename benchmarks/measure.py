@@ -19,8 +19,8 @@ from typing import Any
 
 
 def interleaved(runs: int, **works: Callable[[], object]) -> dict[str, float]:
-    """Return the median run time of each function in seconds. The functions run in turn, so a slow phase affects all of
-    them.
+    """Return the median run time of each function in seconds. Runs of the functions alternate, so that a temporary
+    slowdown affects all of them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in works}
     # Without `freeze`, the garbage collector would scan the objects of one function while another is timed.

@@ -1,4 +1,4 @@
-"""Start child processes that use torch. They are forked from a server process instead of the test process.
+"""Start child processes that use torch, forked from a server process instead of the test process.
 
 `os.fork()` copies the locks of torch's thread pools but not their threads. As a result, on aarch64, a child of a
 process that has multiplied matrices hangs in its first `Linear.forward`. The server (Python's "forkserver") has one
@@ -39,7 +39,7 @@ IMPORTED_BY_THE_SERVER = [
     "peft",
 ]
 SURROUNDINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Settings for one thread, without torch's warnings about host names on machines without a network."""
+"""Environment variables that limit libraries to one thread, and hide torch's warnings about host names."""
 TIME_LIMIT = 400
 """Time limit in seconds, far more than any child needs on a busy machine."""
 GRACE = 20

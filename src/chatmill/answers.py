@@ -22,7 +22,7 @@ from chatmill.rows import Index, Part, Role, Rows, Rule, Table, joined
 
 Flags = NDArray[np.bool_]
 ALLOWED = 255
-"""Marks a turn that no rule excludes."""
+"""Value for a turn that no rule excludes from training."""
 NOTED = {
     Rule.UNFINISHED: "answer_unfinished",
     Rule.INCOMPLETE_USER: "answer_incomplete_user",
@@ -30,7 +30,7 @@ NOTED = {
     Rule.OUTSIDE: "text_outside_turns",
     Rule.WHITESPACE: "whitespace_between_turns",
 }
-"""Name of the ledger entry that counts the tokens excluded by each rule."""
+"""Maps each rule to the name of the ledger entry that counts the tokens it excludes from training."""
 
 
 class TurnStates(NamedTuple):
@@ -102,7 +102,7 @@ def _is_split(rows: Rows, turns: TurnStates) -> Flags:
 def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Table:
     """Return a copy of the spans in which excluded answers have weight 0.
 
-    Turns of other roles keep their weight only if `train_on` selects the role.
+    User and system turns keep their weight only if `train_on` selects their role.
     """
     spans = joined([rows.spans])
     of_span, answer = rule[turns.of_span], spans["role"] == Role.ASSISTANT

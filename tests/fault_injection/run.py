@@ -43,7 +43,7 @@ TRIAL_CPU_SECONDS = 3600.0
 """CPU time limit of a trial, including all its child processes."""
 
 Work = tuple[int, Callable[[], Any]]
-"""Number of cores that the work needs, and the function that does it."""
+"""Number of CPU cores that a task needs, and the function that runs the task."""
 
 
 def run_at_once(works: Sequence[Work]) -> Iterator[tuple[int, Ended, float]]:

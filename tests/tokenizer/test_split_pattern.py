@@ -1,8 +1,8 @@
 """Test that the C code splits text into the same words as `tokenizers`, for each split pattern, with SSE2 and NEON.
 
 `split_words.c` is compiled for this processor, and for x86-64 if `gcc-x86-64-linux-gnu` and `qemu-user` are installed.
-The C program splits each text twice: 64 bytes at a time, and one word at a time. It exits with an error if the results
-differ, if it reads past the end of the text, or on undefined behavior.
+The C program splits each text twice: 64 bytes at a time, and one word at a time. The program exits with an error if the
+results differ, if it reads past the end of the text, or on undefined behavior.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     2026-01-03T16:44:19.628Z | TRAINING | INFO | action=epoch_start | epoch=0 | seed=42 | … | previous=9f2c…
 
-A field value is written as plain text or as a JSON string in which `|` is escaped, so it never contains the separator `
-| ` or a line break. The log is append-only. If a crash truncates a line, the truncated line stays in the file, and the
-next line records its length and hash.
+A field value is written as plain text or as a JSON string in which `|` is escaped, so it never contains `|` or a line
+break. The log is append-only. If a crash truncates a line, the truncated line stays in the file, and the next line
+records its length and hash.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ class AuditLog:
         """Open a log to resume after the line with the hash `head`; return the log and the fields for a new `resume`
         line.
 
-        The lines after `head` belong to steps that the resumed run repeats. These lines stay in the file, and the
-        `resume` line records their number.
+        The lines after `head`, which belong to steps that the resumed run repeats, stay in the file. The `resume` line
+        records the number of these lines.
         """
         place = Path(path)
         try:

@@ -15,8 +15,8 @@ def turns_that_fit(rows: Rows, context_length: int) -> tuple[Index, Index]:
 
         system user asst | user asst | user asst      each part must fit; the row ends before the first that does not
 
-    The system turn and the first exchange together may have at most `context_length` tokens, and so may each later
-    exchange. EOS at the end of a conversation is not counted.
+    The limit of `context_length` tokens applies to the system turn and the first exchange together, and to each later
+    exchange separately. EOS at the end of a conversation is not counted.
     """
     if context_length < 1:
         raise DataError(f"context_length is {context_length}; expected at least 1")

@@ -59,7 +59,7 @@ class ChatFormat:
 
     name: str
     tokens: Mapping[str, str]
-    """Control tokens by key, such as `sys`, `usr`, `asst` and `eot`."""
+    """Maps keys such as `sys`, `usr`, `asst` and `eot` to control tokens."""
     turns: Mapping[str, TurnMarkers]
     trained: tuple[str, ...] = ("content", "close")
     default_system: str | None = None
@@ -253,7 +253,7 @@ Messages with the same role differ only in BODY.
 """
 PARTS = (Part.OPEN, Part.OPEN, Part.CONTENT, Part.CLOSE, Part.CLOSE, Part.EOS)
 ROLE_CODES: dict[str, int] = {role: code for code, role in enumerate((*ROLES, NO_ROLE))}
-"""Mapping from roles to the rows of the tables in `CompiledFormat`. The code of a role equals its `Role` value."""
+"""Maps each role to its row index in the tables of `CompiledFormat`, which equals its `Role` value."""
 
 
 class CompiledFormat:
@@ -272,7 +272,9 @@ class CompiledFormat:
         control = {key: int(ids[key]) for key in format.tokens}
         self.prefix: list[str] = []
         self.suffix: list[str] = []
-        """For each role, `prefix` and `suffix` contain the marker text that is encoded together with the body."""
+        """For each role, `prefix` and `suffix` contain the text of the turn markers that is encoded together with the
+        message text.
+        """
         fixed: list[list[tuple[str | None, str]]] = []
         for role in ROLES:
             turn = format.turns.get(role)

@@ -31,7 +31,7 @@ from chatmill.load.loader import EpisodeLoader
 from chatmill.load.source import DataSource
 
 TitanBatch = tuple[dict[str, Tensor], Tensor]
-"""The model inputs by name, and the labels."""
+"""A dict of model inputs, and the labels."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,11 +44,11 @@ class EpisodeDataLoaderConfig(BaseDataLoader.Config):
     epochs: int | None = None
     """Number of epochs; None repeats the data indefinitely."""
     infinite: bool = True
-    """If false, every row of the split is read once, in stored order, as for validation."""
+    """Whether to repeat the data. If false, each row of the split is read once, in stored order, as for validation."""
     audit_dir: str | None = None
     """Folder for the audit log; None disables the audit log."""
     audit_steps: int = 100
-    """Maximum number of steps per digest in the audit log."""
+    """Maximum number of steps that one digest in the audit log covers."""
 
 
 class EpisodeDataLoader(BaseDataLoader):

@@ -1,5 +1,5 @@
-"""The temporary folders in which a dataset is built, next to the target folder. Only one process at a time can build a
-dataset.
+"""The temporary folders in which a dataset is built, next to the target folder. Only one process can build the same
+dataset at a time.
 
 .NAME.building         the dataset while it is written; published by a rename
 .NAME.building.units   staged rows and the fingerprint of their job, for --resume
@@ -29,7 +29,7 @@ from chatmill.store.publish import DATASET, FolderKind, check_target, locked, re
 JOB = "job.json"
 UNITS = FolderKind("build", JOB, re.compile(rf"{re.escape(JOB)}|unit_[^/]*|\.[^/]*{re.escape(PART)}"))
 PATIENCE = 2.0
-"""Seconds to wait for the workers of a killed build, which hold its lock until they exit."""
+"""Seconds to wait for the lock, because the workers of a killed build hold it until they exit."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -88,7 +88,7 @@ class CleanedBuilds:
 
     removed: ObjectCount
     young: ObjectCount
-    """Files kept because they are too new."""
+    """Files that are kept because they are newer than the age limit."""
 
 
 def clean_builds(target: Path, *, older_than: float, dry_run: bool) -> CleanedBuilds:

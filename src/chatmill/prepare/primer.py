@@ -29,7 +29,7 @@ from chatmill.store.publish import refuse_inside
 from chatmill.tokenizer import open_tokenizer
 
 SHAPES = {"primer": "primer", "oasst1": "oasst1", "dolly15k": "dolly"}
-"""The record shape of each source that a cache can be built from."""
+"""Maps each source that a cache can be built from to the shape of its records."""
 LEAST_TOKENS = 2
 CHUNK = 4096
 

@@ -27,7 +27,7 @@ from chatmill.rows import File, Index
 NO_FILE = File("", "")
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.uint32]
-"""Row or file indexes, in a narrow dtype because there may be very many."""
+"""Row or file indices, as uint32 to save memory."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class StagedFile:
     only_val: bool
     lines_before: int
     head_copy: Path | None = None
-    """Local copy of the file's head (see `staging`), if the file is in an object store."""
+    """If the file is in an object store, a local copy of all its arrays except tokens and spans (see `staging`)."""
     head_size: int = 0
-    """Size of the file's head in bytes, if the file is in an object store."""
+    """If the file is in an object store, the number of bytes before its tokens and spans."""
     source: int = 0
     """Index of the source in the job."""
     unit: int = 0
@@ -80,11 +80,13 @@ class RemovedRecords:
     file: int
     """Index of the staged file."""
     row: Numbers
-    """First row of each record in the file."""
+    """Index of the first row of each record in the staged file."""
     reason: NDArray[np.uint8]
-    """Index into `REASONS`."""
+    """For each record, the index of its reason in `REASONS`."""
     twin: Index
-    """The index of the record that is kept instead of a duplicate, among all records with rows; else -1."""
+    """For each duplicate, the index of the record that is kept instead, among all records with rows; -1 for other
+    records.
+    """
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def _count_removed(unit: StagedHead, reason: NDArray[np.uint8], ledger: Ledger) 
 
 def smallest_shares(staged: Sequence[StagedFile], job: Job) -> tuple[float, float] | None:
     """Return the smallest validation fractions that give each split at least one record, for splitting by hash and by
-    shuffle. Return None if there are no such fractions.
+    shuffle. Return None if no fraction gives each split a record.
     """
     first, last, before = 1.0, 0.0, 0
     has_rows = np.zeros(sum(file.head().extra["records"] for file in staged), dtype=bool)

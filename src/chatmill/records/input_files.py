@@ -69,8 +69,8 @@ class InputFiles:
             raise _changed(path, f"{what} from {before:,} to {now:,} bytes")
 
     def check_times(self) -> None:
-        """Raise a `DataError` if the size, times or version of any input file changed. Called when a record is invalid,
-        because the change may be the cause.
+        """Raise a `DataError` if the size, times or version of any input file changed. The build calls this method
+        after an invalid record, because a changed file may be the cause.
         """
         for path, state in _states(self._states).items():
             self._compare_sizes(path, state)

@@ -55,7 +55,7 @@ class ParsedEntry(NamedTuple):
 
     key: str
     number: int | None
-    """n for the key object_{n}; None for other keys."""
+    """The number n if the key is object_{n}, otherwise None."""
     largest: int
     """The largest n of all keys object_{n} in the entry, including nested keys; -1 if there are none."""
     start: int
@@ -65,7 +65,9 @@ class ParsedEntry(NamedTuple):
     """Whether the value starts with a brace."""
     complete: bool
     box: tuple[str, list[int], list[int]] | None = None
-    """The description, coordinates and byte offsets of a box with chatmill's exact formatting."""
+    """The description of a box, its coordinates, and their byte offsets; None if the entry is formatted differently
+    from what chatmill writes.
+    """
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Scan:
     """The decoded bytes of a rollout, and the entries of its JSON object."""
 
     data: bytes
-    """The bytes of the rollout before the stop token or stop text."""
+    """The bytes of the rollout before the stop token or stop string."""
     token_start: Index
     """The byte offset of each token, followed by the total number of bytes."""
     root: int
@@ -268,7 +270,9 @@ def _value(data: bytes, at: int) -> tuple[int, bool, int]:
 
 
 def _body(data: bytes, at: int) -> tuple[int, bool, int]:
-    """Like `_value`, for an object. Only strings and braces are checked, so the object may be invalid JSON."""
+    """Return the result of `_value` for an object. Only strings and braces are checked, so the object may be invalid
+    JSON.
+    """
     depth, stop = 0, at
     while True:
         match = _TO_BRACE.match(data, stop)
@@ -286,7 +290,7 @@ def _body(data: bytes, at: int) -> tuple[int, bool, int]:
 
 
 def _array(data: bytes, at: int) -> tuple[int, bool, int]:
-    """Like `_value`, for an array, which must be valid JSON."""
+    """Return the result of `_value` for an array, which must be valid JSON."""
     stack: list[int] = []
     for match in _LEXEME.finditer(data, at):
         if match[1] is None:

@@ -1,6 +1,7 @@
 """The viewer's HTTP server.
 
-The server is read-only, and accepts connections only from this machine. It requires the packages of `chatmill[view]`.
+The server is read-only, and accepts connections only from this machine. The server requires the packages of
+`chatmill[view]`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from chatmill.show.viewer import PAGE, Viewer
 
 HOST = "127.0.0.1"
 INDEX_DELAY = 0.5
-"""Delay in seconds before the index is built, to keep the first page fast."""
+"""Delay in seconds before the index is built, so that the first page loads quickly."""
 HOST_NAMES = {"127.0.0.1", "localhost", "[::1]"}
 """Accepted host names. Any port is accepted, because a tunnel may use another port.
 

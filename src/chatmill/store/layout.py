@@ -49,7 +49,7 @@ TARGET = np.dtype([("span", "<u8"), ("target", "<u4")])
 """The index of a span within the shard, and its target."""
 MASKS = np.dtype("u1")
 COUNTS = {TOKENS: "num_tokens", MASK: "num_tokens", INDEX: "num_episodes", SPANS: "num_spans", ORIGINS: "num_segments"}
-"""For each file of a shard except targets.bin, the field that contains its number of records."""
+"""Maps each file of a shard except targets.bin to the metadata field that contains its number of records."""
 
 NARROW = 2**16
 WIDE = 2**32
@@ -58,9 +58,9 @@ UNKNOWN = {
     name: ~np.isin(np.arange(256), [int(code) for code in codes])
     for name, codes in (("role", Role), ("part", Part), ("rule", Rule))
 }
-"""For role, part and rule: whether each byte value from 0 to 255 is undefined."""
+"""For the fields role, part and rule: for each byte value from 0 to 255, whether the value is undefined."""
 TOKEN_DTYPES: dict[str, np.dtype[np.unsignedinteger]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-"""Supported token types by name."""
+"""Maps the names of the supported token dtypes to the dtypes."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:

@@ -135,7 +135,7 @@ def _pyarrow() -> tuple[Any, Any]:
 
 
 def _wide(dataset: Dataset) -> bool:
-    """Return whether token ids may not fit in int32."""
+    """Return whether some token ids could be too large for int32."""
     if dataset.metadata is not None:
         return dataset.metadata.vocab_size > MOST_INT32
     return any(shard.dtype.itemsize > 2 for name in dataset.splits for shard in dataset[name].shards)

@@ -45,7 +45,7 @@ CACHES = "data/cache/sft"
 EXPECTED = "the cache of a source"
 SCHEMA, SCHEMA_VERSION = "chatmill-cache", 1
 TOTALS = ("num_examples", "num_tokens", "num_label_tokens")
-"""Totals over all shards of a split, as stored in `meta.json`."""
+"""Keys in `meta.json` for the totals over all shards of a split."""
 HEADER = struct.Struct("<8sIIQQQ")
 MAGIC, VERSION = b"cm-cache", 1
 SHARD_TOKENS = 1 << 24

@@ -1,8 +1,8 @@
 """Publish a finished build atomically: sync all files, then rename the folder once.
 
-chatmill replaces and removes only files that it wrote. These files are listed in the folder's marker file, such as
-dataset_metadata.json. If a folder contains a file that the marker file does not list, the command fails before it does
-any work.
+chatmill replaces and removes only files that it wrote, which the marker file of a folder (such as
+dataset_metadata.json) lists. If a folder contains a file that the marker file does not list, the command fails before
+it does any work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chatmill.store.layout import METADATA, REMOVED, SPLITS, TOKENIZER_STATE
 from chatmill.store.metadata import listed_files, read_metadata
 
 SHOWN = 3
-"""Maximum number of names in an error message; other names are only counted."""
+"""Maximum number of file names in an error message; the message gives only the number of the remaining files."""
 
 
 # Functions that determine which files chatmill wrote.
@@ -43,9 +43,9 @@ class FolderKind:
     marker: str
     """The file that is written last; a folder without this file is an unfinished build."""
     built: re.Pattern[str]
-    """Matches every path that a build creates; used for folders without a marker."""
+    """Matches every path that a build creates; used for folders without a valid marker file."""
     listed: Callable[[Path], Iterable[str]] | None = None
-    """Returns the paths that the marker lists; None if markers of this kind do not list paths."""
+    """Returns the paths that the marker file lists; None if marker files of this kind do not list paths."""
 
 
 def _listed_in_dataset(folder: Path) -> Iterator[str]:
@@ -70,7 +70,7 @@ class _Contents:
     own: list[str]
     """Paths that chatmill wrote, each folder before its contents."""
     others: list[str]
-    """Paths that chatmill did not write; the contents of these folders are not listed."""
+    """Paths that chatmill did not write; files inside such folders are not listed."""
 
 
 def _contents(folder: Path, is_own: Callable[[str], object], prefix: str = "") -> _Contents:
@@ -321,8 +321,8 @@ def building(
     """Yield a locked, empty folder next to `target` to build in. Publish the folder as `target` when the `with` block
     ends, or remove it if the block fails.
 
-    `source` is the dataset that is read inside the `with` block; neither of `source` and `target` may contain the
-    other. `reads` lists other files that are read inside the `with` block and must not be in `target`.
+    `source` is the dataset that is read inside the `with` block; `source` must not contain `target` or be inside it.
+    `reads` lists other files that are read inside the `with` block and must not be in `target`.
     """
     here, there = files.real(target), files.real(target if source is None or isinstance(source, Url) else source)
     if here != there and (here in there.parents or there in here.parents):

@@ -35,11 +35,11 @@ from chatmill.store.record_weights import Chunk, RecordWeights, find_record_weig
 from chatmill.store.remote_publish import building_remote
 
 SEGMENTS = 1 << 14
-"""Number of conversations that are reweighed at a time."""
+"""Number of conversations whose weights are computed at a time."""
 TOKENS = 1 << 22
 """Number of tokens whose mask is computed at a time."""
 WITHOUT_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP}
-"""System errors that mean that a hard link is not possible."""
+"""Values of `errno` that mean that the file system cannot create a hard link."""
 
 UNTRAINED: tuple[Bucket, str] = ("noted", "no_trained_tokens")
 
@@ -49,7 +49,7 @@ class Reweighed:
     metadata: Metadata
     parent: Metadata
     untrained: int
-    """Number of conversations without trained tokens under the new mask."""
+    """Number of conversations that have no trained tokens with the new mask."""
     linked: int
     """Number of files that the two datasets share."""
     copied: int
@@ -225,8 +225,8 @@ def _span_chunks(episodes: Episodes, number: int) -> Iterator[Chunk]:
 
 
 def _changes_prompts(metadata: Metadata | None, train_on: TrainOn) -> bool:
-    """Whether the new mask trains on the prompts of a dataset in the format `text` and the old mask does not, or vice
-    versa. Only `train_on="all"` trains on prompts.
+    """For a dataset in the format `text`, whether exactly one of the old and new loss masks includes prompts. Only the
+    mask for `train_on="all"` includes prompts.
     """
     if metadata is None or metadata.format.get("name") != "text":
         return False
@@ -239,8 +239,8 @@ def _changes_prompts(metadata: Metadata | None, train_on: TrainOn) -> bool:
 
 
 def _has_joined_prompt(table: Table) -> bool:
-    """Whether each prompt and its completion were encoded as one text. In this case, the spans of the prompt have the
-    role of the completion and the rule `range`.
+    """Whether each prompt and its completion were encoded as one text, so that the spans of the prompt have the role of
+    the completion and the rule `range`.
     """
     is_range = (table["rule"] == Rule.RANGE) & (table["message"] == 1)
     return bool(np.any(is_range) and not np.any(table["role"] == Role.USER))

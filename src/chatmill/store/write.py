@@ -30,8 +30,8 @@ QUEUED = 24
 class SplitWriter:
     """Writes the rows of one split to the folders `shard_00000`, `shard_00001` and so on.
 
-    A new shard starts when the next row would exceed `shard_tokens` tokens in the current one; a row longer than
-    `shard_tokens` gets a shard of its own. The written bytes depend only on the rows, not on how the rows are divided
+    A new shard starts if the next row would make the current shard longer than `shard_tokens` tokens; a row longer than
+    `shard_tokens` gets a separate shard. The written bytes depend only on the rows, not on how the rows are divided
     between calls to `append`. Call `close` to complete the split. The writer is also a context manager, which closes
     the files if the `with` block fails.
 

@@ -221,4 +221,4 @@ PROBE = (
     *map(_contractions, "s" + FOLDING),
     *map(_between, FOLDING + _SPACES + _CATEGORIES),
 )
-"""The texts on which two engines must agree before the faster engine is used."""
+"""The texts that two tokenizer engines must encode to the same ids before the faster engine is used."""

@@ -53,7 +53,7 @@ LAYER_COUNTS = {
 }
 """Config keys for the number of layers; each layer has at least one tensor."""
 MOST_LAYERS = 2048
-"""Maximum number of layers; a model with this many layers is built in a few seconds."""
+"""Maximum number of layers. Creating a model with this many layers takes a few seconds."""
 SIZES = {"vocab_size", "hidden_size", "n_embd", "d_model", "num_experts", "num_local_experts", "n_routed_experts"}
 """Config keys whose value must not exceed the largest dimension of any tensor in the model."""
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")

@@ -31,7 +31,7 @@ from chatmill.train.optimizers import weights_of
 from chatmill.train.sharded_tensors import file_info
 
 TRAINING = "training.json"
-"""The file in a model folder that records how the model was trained: tokenizer, format and data."""
+"""The file in a model folder that records the tokenizer, chat format and dataset that the model was trained with."""
 TOKENIZER_JSON = "tokenizer.json"
 WEIGHTS = ".safetensors"
 SCAN = 1 << 24
@@ -60,7 +60,7 @@ def make_model(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | N
 
 
 def weights_hash(folder: Path) -> str:
-    """Return one hash for all weight files in a model folder together."""
+    """Return a single hash of all weight files in a model folder."""
     check_folder(folder)
     paths = sorted(path for path in folder.iterdir() if path.suffix == WEIGHTS)
     hashes = [[path.name, file_info(path).sha256] for path in paths]
@@ -118,7 +118,7 @@ def unknown_ids(dataset_dir: Place, sources: Sequence[DataSource], model: Causal
 
 
 def padding_of(loader: EpisodeLoader) -> int:
-    """Return the id of the token that pads rows; the dataset itself may not contain this token."""
+    """Return the id of the token that pads rows. The dataset does not have to contain this token."""
     return loader.plan(loader.split).pad_token_id
 
 
@@ -139,8 +139,8 @@ def _largest(source: DataSource) -> int:
 
 
 def trained_with(folder: Path) -> dict[str, Any]:
-    """Read training.json from a model folder. Return an empty dict if the file does not exist, because another program
-    saved the model.
+    """Read training.json from a model folder. Return an empty dict for a model without this file, such as a model that
+    another program saved.
     """
     path = folder / TRAINING
     training = read_optional(path, "remove the file, or save the model again")
@@ -180,8 +180,8 @@ def read_optional(path: Path, advice: str) -> Any:
 
 
 def about_model(loader: EpisodeLoader, *, step: int, base: Mapping[str, str] | None = None) -> dict[str, bytes]:
-    """Return the contents of training.json and tokenizer_state.json for a model folder, by file name. They describe how
-    to render prompts exactly as in training.
+    """Return the contents of training.json and tokenizer_state.json for a model folder, by file name. These files
+    describe how to render prompts exactly as in training.
 
     `base` is the folder and the weight hash of the base model, if the model consists of LoRA adapters.
     """

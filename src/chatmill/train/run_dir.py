@@ -32,13 +32,13 @@ CONFIG, PLOT = "config.json", "loss.svg"
 FIRST_BATCH = "first_batch.json"
 METRICS = "metrics.jsonl"
 ROWS = "rows"
-"""Folder with the loss of each conversation, one file per rank."""
+"""Name of the folder that contains the loss of each conversation, in one file per rank."""
 REPORTS = "reports"
-"""Folder with HTML reports on the data, which the run logs to its trackers."""
+"""Name of the folder that contains HTML reports on the dataset, which are also logged to the trackers."""
 WRITTEN = (CONFIG, FIRST_BATCH, METRICS, PLOT, ROWS, REPORTS, IDS, *TRACKERS)
 """Names of the files and folders that a run writes in addition to checkpoints."""
 COLUMNS = ("episodes", "segments", "losses", "weights")
-"""Keys of a log line, one for each field of `RowLoss`; each value is a column with one entry per conversation."""
+"""Keys of a log line, one for each field of `RowLoss`. Each value is a list with one entry per conversation."""
 
 
 def open_resumed(
@@ -76,7 +76,7 @@ def _is_run_config(path: Path) -> bool:
 
 
 LATER_KEYS = {"quantize": "none"}
-"""Config keys that checkpoints of earlier versions lack, with the values that these versions used."""
+"""Maps config keys that checkpoints of earlier versions lack to the values that these versions used."""
 
 
 def config_changes(checkpoint: Checkpoint, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
@@ -268,8 +268,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 class RowsData(NamedTuple):
-    """Identifies the dataset that the episode ids of a log line refer to. Each line stores it, because a run can resume
-    with a different dataset.
+    """Identifies the dataset that the episode ids of a log line refer to. Each log line identifies its dataset, because
+    a run can resume with a different one.
     """
 
     dataset_dir: str

@@ -125,7 +125,7 @@ class _Sections(NamedTuple):
     size: Index
     """Size of the text of each section, in bytes."""
     literal_bytes: Index
-    """Size of the template's own text in each simple section, in bytes; see `SimpleSections`."""
+    """Number of bytes of template text in each section; see `SimpleSections`."""
     stripped: dict[int, int]
     """Maps each section to the number of characters that the preceding control token strips from it."""
 

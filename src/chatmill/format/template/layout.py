@@ -69,13 +69,13 @@ class SimpleSections(NamedTuple):
     slots: tuple[int, ...]
     around: tuple[tuple[str, str], ...]
     literal_bytes: Index
-    """Size of the literals of each section, in bytes."""
+    """Number of bytes of template text in each section."""
     border_bytes: Index
-    """Size of the literals before each boundary, in bytes."""
+    """Number of bytes of template text before each cell boundary, in its section."""
     after_text: NDArray[np.bool_]
-    """For each boundary, whether it follows the text of the slot."""
+    """For each cell boundary, whether it follows the message text of its section."""
     takes_columns: bool
-    """Whether all texts of the conversation are encoded unchanged.
+    """Whether all message texts of the conversation are encoded unchanged.
 
     False if the template changes a text, or if a text and the literals around it may together form a text token.
     """
@@ -106,7 +106,7 @@ class TokenLayout:
     border_section: Index
     """For each boundary between two cells of a section, the index of the section."""
     border_text: tuple[tuple[TextItem, ...], ...]
-    """For each boundary, the part of the section's text before the boundary."""
+    """For each boundary, the text of its section before the boundary."""
     border_bytes: Index
     """Byte offset of each boundary in its section, or -1 if the offset depends on slots."""
     border_of_answer: NDArray[np.bool_]
@@ -114,9 +114,9 @@ class TokenLayout:
     first_cell: Index
     """Index of the first cell of each span. The last entry is the number of cells."""
     spans: Table
-    """The spans of the row, with unknown lengths."""
+    """The spans of the row; their lengths are known only after encoding."""
     simple: SimpleSections | None = None
-    """The sections of a layout for a trace, if every section has exactly one slot."""
+    """The sections as `SimpleSections`, if the layout belongs to a trace and each section has exactly one slot."""
     splits: dict[tuple[tuple[int, str | None], ...], TokenLayout] = dataclasses.field(default_factory=dict)
     """Cached layouts in which some cells are split at text tokens; the keys are the pieces of these cells."""
 
@@ -160,7 +160,7 @@ def split_text_tokens(
     """Give each added token that occurs in the message text of `sections` a separate cell. Return the new layout and
     the texts for its slots.
 
-    Return None if one of these tokens, including the whitespace that it strips, crosses a cell boundary.
+    Return None if an added token, including the whitespace that it strips, crosses a cell boundary.
     """
     pieces: list[tuple[int, str | None]] = []
     texts: list[str] = []

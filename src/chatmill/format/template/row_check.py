@@ -29,7 +29,7 @@ MAX_TAIL = 256
 
 
 NEARBY = 64
-"""If the ids of all turn marks differ by less than this value, one comparison per token finds them."""
+"""If the ids of all tokens that open or end turns are in a range of this size, one comparison per token finds them."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -277,8 +277,8 @@ def answers_by_tags(full: Rendering, assistants: Collection[int]) -> list[Answer
 
 
 def _without_empty(rendering: Rendering, trace: Trace) -> Rendering:
-    """Remove empty pieces from a rendered conversation. For each slot, add a guard that its text is empty, or that it
-    is not.
+    """Remove empty pieces from a rendered conversation. For each slot, the trace gets a guard that records whether its
+    text is empty.
     """
     for piece in rendering.pieces:
         if piece.slot is not None:
