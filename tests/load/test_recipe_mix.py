@@ -163,7 +163,7 @@ def test_metadata_that_lists_only_some_sources_is_refused(folder, tmp_path):
             del shard["source"]
         (tmp_path / "dataset_metadata.json").write_bytes(hashed_text(data))
         with pytest.raises(
-            DataError, match=r"splits.train.shards.* expected (a source for every|the name of a source)"
+            DataError, match=r"splits.train.shards.* expected (a source for every|a non-empty source name)"
         ):
             read_metadata(tmp_path)
 

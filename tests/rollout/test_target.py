@@ -227,7 +227,7 @@ def test_no_objects_give_the_closing_brace(prefix):
 
 @pytest.mark.parametrize("prefix", [",", '{"object_1": {}, ', '{"object_1": {},\n'])
 def test_no_objects_after_a_comma_are_an_error(prefix):
-    with pytest.raises(DataError, match=r"^no object follows the comma of the prefix; end the"):
+    with pytest.raises(DataError, match=r"^the prefix ends in a comma, but there are no objects to append; end the"):
         serialize_append([], 1, prefix)
 
 
