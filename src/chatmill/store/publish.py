@@ -98,7 +98,7 @@ def _is_listed(folder: Path, kind: FolderKind) -> Callable[[str], bool]:
     the marker file.
     """
     if kind.listed is None:
-        raise DataError(f"{folder}: a {kind.name} has no list of its files")
+        raise DataError(f"{folder}: chatmill cannot tell which files belong to the {kind.name}")
     paths = {kind.marker, *kind.listed(folder)}
     paths |= {f"{parent}/" for path in paths for parent in PurePosixPath(path).parents if parent.name}
     return paths.__contains__

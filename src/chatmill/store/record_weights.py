@@ -1,9 +1,8 @@
 """Find the record weights of stored conversations.
 
-A dataset has no column for the weight of a record. Only tokens that are trained by the rule `role` have the weight of
-their record. If the rule `role` trains no token of a conversation, the conversation does not contain the weight of its
-record. Blocks and rows made by `--fit windows` contain parts of conversations, so another row may contain the weight of
-the record.
+A dataset has no column for record weights. The weight of a record is stored only as the weight of tokens that the rule
+`role` trains, so it is unknown if there are no such tokens. Blocks and rows made by `--fit windows` contain parts of
+conversations, so the weight of a record may also be found in another row.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 Text tokens, such as `<think>`, are control tokens that are also recognized in the text of messages. In tokenizer.json,
 text tokens are added tokens that are not marked as special.
 
-A text can be encoded by sections: the fast engine separately encodes each section, which is the text between two
-control tokens. A text can also be encoded as a whole: `tokenizers` encodes the complete text, with aliases in place of
-control tokens. Texts are encoded by sections if both methods give the same ids for the probe texts. Encoding a text as
-a whole is always exact and gives the offset of each token, but is slower than encoding by sections.
+There are two methods. The first splits a text at its control tokens, and encodes each section with the fast engine. The
+second encodes the whole text with `tokenizers`, and puts aliases in place of the control tokens. The first method is
+used if both methods return the same ids for the probe texts. The second method is always exact and returns the offset
+of each token, but is slower.
 """
 
 from __future__ import annotations

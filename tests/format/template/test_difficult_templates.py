@@ -267,7 +267,7 @@ def test_an_undecidable_conversation_is_rejected_with_the_disputed_text(tmp_path
 
 
 def test_an_answer_with_a_part_rendered_elsewhere_is_rejected():
-    # Gemma renders the content of a message with a tool call after the result of the call.
+    # If a message has both content and a tool call, Gemma renders its content after the tool result.
     talk = Record([CALLING.messages[0], answer("I look.", "", CALL), *CALLING.messages[2:]], tools=TOOLS)
     with pytest.raises(RecordError, match=r'content of message 1 is rendered outside its turn: "I look\."'):
         trl_format("gemma4").lay_out(talk)

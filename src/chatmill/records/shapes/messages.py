@@ -252,7 +252,7 @@ class _Parts:
         own = fields.read_weight(part, self.role)
         if own is not None and self.role != "assistant":
             what = f"{part.owner} has a weight on role {self.role}"
-            raise RecordError(what, "expected weights on parts only in assistant messages", kind="weight")
+            raise RecordError(what, "only parts of assistant messages can have weights", kind="weight")
         if own is not None and text and weight != 0:
             # As in Axolotl, weight 0 on a message overrides the weights of its parts.
             self.ranges.append((len(self.text), len(self.text) + len(text), own))

@@ -31,7 +31,7 @@ LONGEST_NAME, LONGEST_VALUE = 250, 6000
 
 
 class MlflowTracker:
-    """An MLflow run, created with the low-level client, which does not record source code, user or system metrics."""
+    """An MLflow run. The low-level client does not log the source code, the user name or system metrics."""
 
     name = "mlflow"
     _client: Any
