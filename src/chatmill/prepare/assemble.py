@@ -77,8 +77,8 @@ def assemble_by_shard(
     ledger: Ledger,
     on_tokens: Callable[[int], None],
 ) -> dict[str, SplitInfo]:
-    """Like `assemble`, but `write` writes the shards in parallel, and yields the `ShardInfo` of each shard in order.
-    `--fit blocks` is not supported.
+    """Build the splits as `assemble` does, but in parallel: `write` must write the planned shards, and yield their
+    `ShardInfo` in the same order. `--fit blocks` is not supported.
     """
     numbers: dict[str, dict[File, int]] = {name: {} for name in split_names(job)}
     shards: dict[str, list[ShardInfo]] = {name: [] for name in numbers}

@@ -86,7 +86,7 @@ def _of_parts(train_values: bool, weights: PartWeights) -> tuple[NDArray[np.uint
 
 
 def one_row(ids: Ids, spans: Table) -> Rows:
-    """Return one row with these token ids and spans, which is one conversation without an origin."""
+    """Return a single row with these token ids and spans. The row is one conversation that comes from no file."""
     origins = np.zeros(1, dtype=ORIGIN)
     origins["file"] = NO_FILE
     return Rows(ids, spans, np.array([0, len(spans)], dtype=np.int64), origins, np.array([0, 1], dtype=np.int64))

@@ -208,7 +208,7 @@ def refuse_existing(path: Path, *, overwrite: bool, reads: Iterable[Place] = ())
     if os.path.lexists(path) and not overwrite:
         raise DataError(f"{path}: already exists; use another name or pass --overwrite")
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise DataError(f"{path}: is a link or a device and is not replaced; use the name of a file")
+        raise DataError(f"{path}: is a link or a device, which chatmill does not replace; use another file name")
     if not path.parent.is_dir():
         raise DataError(f"{path.parent}: no such folder; create it or use another folder")
 

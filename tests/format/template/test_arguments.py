@@ -17,8 +17,8 @@ CONTROL = ["<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"]
 OWN = '{ "city":"Lisboa",  "days": 3.50 }'
 OBJECT = json.loads(OWN)
 WRITTEN = {
-    # Each expression in a template, with the text for arguments that are an object in the record, the text for
-    # arguments that are a string, and whether the template gets the arguments as a string.
+    # Maps an expression in a template to three values: the rendered text if the record has the arguments as an object,
+    # the rendered text if the record has them as a string, and whether the template receives a string.
     "c.function.arguments | tojson": ('{"city": "Lisboa", "days": 3.5}', '{"city": "Lisboa", "days": 3.5}', False),
     "c.function.arguments if c.function.arguments is string else c.function.arguments | tojson": (
         '{"city": "Lisboa", "days": 3.5}',
