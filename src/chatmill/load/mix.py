@@ -325,7 +325,7 @@ class MixedOrder(Order):
 
 
 def _at_ordinals(order: Order, ordinals: Index, positions: Index) -> Index:
-    """Return the episodes of a source for the given row numbers within the source, which can span several epochs."""
+    """Return the episodes of a source for the given row numbers, which can span several epochs of the source."""
     if order.length is None:
         return order.at(0, positions)
     epochs, within = np.divmod(ordinals, order.length)

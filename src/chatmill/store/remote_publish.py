@@ -52,7 +52,7 @@ class RemoteTarget:
     version: str | None
     """The version of the metadata to replace, or None if the URL has no metadata."""
     kept: frozenset[str]
-    """The hashes of the objects that are listed in the metadata to replace."""
+    """The hashes of all objects that the old metadata lists."""
 
 
 def check_remote_target(url: Url, *, overwrite: bool) -> RemoteTarget:

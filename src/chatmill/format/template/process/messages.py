@@ -139,8 +139,9 @@ class BrokenResponseError(ValueError):
 
 
 def check_derived(response: Derived, record: Record, texts: int) -> DerivedAnswers:
-    """Check the response for a record and return the rendering with its answers. `texts` is the number of strings in
-    the record, such as message contents.
+    """Check the process's response for `record`, and return the rendered text and its answers.
+
+    `texts` is the number of strings in the record, such as message contents.
     """
     count = len(record.messages)
     kinds = None
