@@ -224,6 +224,11 @@ static int is_inside(const int64_t *episode, const Source *source) {
            episode[LAST_BORDER] <= source->num_borders;
 }
 
+/* An empty buffer is never read, so it may have any address. */
+static int is_aligned(const Py_buffer *buffer, Py_ssize_t width) {
+    return !buffer->len || (uintptr_t)buffer->buf % width == 0;
+}
+
 /* Return the buffers of the items in a list. If an item does not support the buffer protocol, set an exception and
    return NULL. */
 static Py_buffer *all_buffers(PyObject *list, Py_ssize_t *count) {
@@ -274,8 +279,8 @@ static PyObject *rows(PyObject *module, PyObject *args) {
     int fits = num_rows >= 0 && 0 < size && size < INT32_MAX && 0 <= most && most < INT32_MAX &&
                (source.width == 2 || source.width == 4) && (!num_rows || num_rows < PY_SSIZE_T_MAX / 32 / (size + most + 8));
     for (int n = 0; fits && n < 8; n++)
-        fits = out[n].len == num_rows * columns[n] * widths[n] && (uintptr_t)out[n].buf % widths[n] == 0;
-    for (int n = 0; fits && n < 4; n++) fits = (uintptr_t)in[n].buf % 8 == 0;
+        fits = out[n].len == num_rows * columns[n] * widths[n] && is_aligned(&out[n], widths[n]);
+    for (int n = 0; fits && n < 4; n++) fits = is_aligned(&in[n], 8);
     const int64_t *steps = in[3].buf;
     Py_ssize_t num_steps = in[3].len / 8, rows_a_step = num_steps ? num_rows / num_steps : 0;
     fits = fits && out[8].len == (num_steps ? 16 * num_rows : 0) && (!num_steps || num_rows == rows_a_step * num_steps);
