@@ -159,6 +159,40 @@ def try_bad_batch(batch: ModuleType, rng: random.Random) -> None:
     refused(batch.rows, *arguments)
 
 
+# _positions
+
+
+def try_positions(positions: ModuleType, rng: random.Random) -> None:
+    lengths = array("i", [rng.choice([0, 1, 2, 3, 9, 2**30]) for _ in range(rng.randrange(1, 9))])
+    if rng.random() < 0.2:
+        lengths[rng.randrange(len(lengths))] = -1
+    ids = array("I", [rng.randrange(len(lengths)) for _ in range(rng.randrange(40))])
+    ranges = [sorted(rng.randrange(len(ids) + 1) for _ in range(2)) for _ in range(rng.randrange(9))]
+    totals = [sum(lengths[id] for id in ids[first:stop]) for first, stop in ranges]
+    size = [total - rng.choice([0, 0, 1, 2, -1]) for total in totals]
+    offset = [rng.choice([0, one, rng.randrange(-2, max(one, 0) + 3)]) for one in size]
+    count, known = len(ranges), all(lengths[id] >= 0 for first, stop in ranges for id in ids[first:stop])
+    position, inside, exact = array("q", [0] * count), bytearray(count), bytearray(count)
+    columns = [[first for first, _ in ranges], [stop for _, stop in ranges], size, offset]
+    texts = unaligned(ids.tobytes()), lengths, *(unaligned(numbers(column)) for column in columns)
+    assert positions.positions(*texts, position, inside, exact) is known
+    for at, (first, stop) in enumerate(ranges if known else []):
+        target = totals[at] - size[at] + offset[at]
+        begins = [*accumulate((lengths[id] for id in ids[first:stop]), initial=0)]
+        number = next((n for n, begin in enumerate(begins) if begin >= target), len(begins) - 1)
+        assert position[at] == first + number
+        assert (inside[at], exact[at]) == (begins[number] != target, totals[at] - size[at] in (0, 1))
+
+
+def try_bad_positions(positions: ModuleType, rng: random.Random) -> None:
+    lengths = any_buffer(rng, array("i", [1, 2, 3]).tobytes())
+    columns = [any_buffer(rng, numbers([rng.choice(EXTREME) for _ in range(2)])) for _ in range(4)]
+    out = [any_buffer(rng, bytes(size)) for size in (16, 2, 2)]
+    refused(positions.positions, any_buffer(rng, array("I", [0, 2, 2**32 - 1]).tobytes()), lengths, *columns, *out)
+    good = [numbers([0, 1]), numbers([3, 3]), numbers([rng.choice(EXTREME)] * 2), numbers([rng.choice(EXTREME)] * 2)]
+    refused(positions.positions, bytes(12), bytes(12), *good, bytearray(16), bytearray(2), bytearray(2))
+
+
 # _columns
 
 
@@ -494,11 +528,13 @@ def try_overlaps(rollout: ModuleType, rng: random.Random) -> None:
 
 def fuzz(folder: Path, rounds: int, seed: int) -> int:
     rng = random.Random(seed)
-    names = ("_copy", "_batch", "_columns", "_bpe", "_rollout")
-    copy, batch, columns, bpe, rollout = (load(folder, name) for name in names)
+    names = ("_copy", "_batch", "_positions", "_columns", "_bpe", "_rollout")
+    copy, batch, positions, columns, bpe, rollout = (load(folder, name) for name in names)
     tries = [(try_copy, copy, 20), (try_pieces, copy, 20), (try_bad_copy, copy, 20), (try_columns, columns, 4),
-             (try_batch, batch, 10), (try_bad_batch, batch, 10), (try_bpe, bpe, 1), (try_bad_bpe, bpe, 1),
-             (try_bpe_in_threads, bpe, 1), (try_boxes, rollout, 20), (try_overlaps, rollout, 4)]  # fmt: skip
+             (try_batch, batch, 10), (try_bad_batch, batch, 10),
+             (try_positions, positions, 12), (try_bad_positions, positions, 12), (try_bpe, bpe, 1),
+             (try_bad_bpe, bpe, 1), (try_bpe_in_threads, bpe, 1),
+             (try_boxes, rollout, 20), (try_overlaps, rollout, 4)]  # fmt: skip
     for _ in range(rounds):
         for attempt, module, times in tries:
             for _ in range(times):

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import json
 from importlib import import_module
 
 import pytest
 from child_processes import may_fork
-from prepare_fixtures import JOBS, build, conversations, digests, job_of, left_beside, write_corpus
+from prepare_fixtures import JOBS, build, conversations, digests, job_of, left_beside, lines, write_corpus
 
 from chatmill.format import load_format
 from chatmill.prepare import assemble, pipeline, unit
+from chatmill.prepare.job import InputSource, Job
+from chatmill.prepare.pipeline import units_of
 from chatmill.records import InputFiles, units
 from chatmill.store.verify import verify_dataset
 from chatmill.tokenizer import byte_bpe, train_bpe
@@ -81,6 +84,36 @@ def test_the_compiled_extensions_do_not_change_a_byte(tmp_path, inputs, name, mo
     build(job, tmp_path / "nothing")
     for target in ("objects", "arrays", "nothing"):
         assert digests(tmp_path / target) == expected, target
+
+
+def test_workers_that_inherit_the_traces_of_a_template_write_the_same_bytes(tmp_path, inputs):
+    (tmp_path / "tokenizer.json").write_bytes(
+        train_bpe(["a b c"], vocab_size=300, control=["<|im_start|>", "<|im_end|>"])
+    )
+    turn = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    prompt = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    template = "{% for m in messages %}" + turn + "{% endfor %}" + prompt
+    config = {"chat_template": template, "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    job = job_of(inputs, tokenizer=str(tmp_path), format="template", pack=300, on_error="skip")
+    renderer = unit.job_renderer(job)
+    build(job, tmp_path / "one", renderer=renderer)
+    renderer = unit.job_renderer(job)
+    build(job, tmp_path / "three", renderer=renderer, workers=3, unit_bytes=9_000)
+    assert len(renderer._cache) > 0
+    assert digests(tmp_path / "three") == digests(tmp_path / "one")
+
+
+def test_the_first_blocks_are_those_of_each_source_with_readable_local_files(tmp_path):
+    record = {"messages": [{"role": "user", "content": "Hi"}]}
+    for name in ("a", "b", "gone"):
+        (tmp_path / f"{name}.jsonl").write_bytes(lines([record] * (1 + (name == "b"))))
+    (tmp_path / "other.jsonl").write_bytes(b'{"messages": 1}\n')
+    sources = tuple(InputSource((str(tmp_path / f"{name}.jsonl"),), "messages") for name in ("gone", "a", "other", "b"))
+    job = Job(sources)
+    units = units_of(job, InputFiles([source.inputs for source in sources]), 9_000)
+    (tmp_path / "gone.jsonl").unlink()
+    assert [len(block) for block in unit.first_blocks([*units, *units])] == [1, 2]
 
 
 def test_the_folder_of_the_input_does_not_change_a_byte(tmp_path, inputs):

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chatmill.tokenizer import open_tokenizer
+from chatmill.tokenizer import tokenizer as module
 from chatmill.tokenizer.tokenizer import token_positions
 
 
@@ -47,3 +51,19 @@ def test_positions_match_a_walk_over_the_tokens(data):
         position = next((at for at in range(a, b + 1) if begins[at] >= target), b)
         expected.append((position, begins[position] != target, total - bytes_ in (0, 1)))
     assert positions(lengths, start, stop, size, offset) == [list(column) for column in zip(*expected, strict=True)]
+
+
+@given(st.data())
+def test_the_compiled_positions_equal_those_of_numpy(data):
+    tokenizer = open_tokenizer("bytes", control={"eot": "<|im_end|>"})
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=60))
+    ranges = data.draw(st.lists(st.tuples(*[st.integers(0, len(ids))] * 2).map(sorted), max_size=6))
+    total = [sum(tokenizer.byte_lengths(np.array(ids[a:b], dtype=np.uint32)).tolist()) for a, b in ranges]
+    size = [each - data.draw(st.integers(0, 2)) for each in total]
+    offset = [data.draw(st.integers(0, each + 1)) for each in total]
+    start, stop = (np.array([each[side] for each in ranges], dtype=np.int64) for side in (0, 1))
+    texts = np.array(ids, dtype=np.uint32), start, stop
+    options = {"size": np.array(size, dtype=np.int64), "offset": np.array(offset, dtype=np.int64)}
+    compiled = [column.tolist() for column in tokenizer.positions(*texts, **options)]
+    with patch.object(module, "_positions", None):
+        assert [column.tolist() for column in tokenizer.positions(*texts, **options)] == compiled

@@ -168,7 +168,7 @@ def _grouped(group: Index) -> Index:
 
 
 def _permutation(seed: Seed, count: int) -> Index:
-    """Return a permutation that does not depend on the numpy version: numpy guarantees the raw PCG64 stream."""
+    """Return a permutation that does not depend on the numpy version: numpy never changes the raw PCG64 stream."""
     if min(seed if isinstance(seed, tuple) else (seed,)) < 0:
         raise DataError(f"seed is {seed}; expected at least 0")
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")

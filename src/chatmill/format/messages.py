@@ -21,7 +21,6 @@ from chatmill.records import NO_ROLE, ChatColumns, Message, Record, ToolCall
 from chatmill.records.record import is_layout
 from chatmill.rows import Ids, Index, Part, Role, offsets
 from chatmill.tokenizer import TextColumns, Tokenizer
-from chatmill.tokenizer.tokenizer import token_positions
 
 
 class BodyPiece(NamedTuple):
@@ -144,9 +143,8 @@ def split_bodies(
     end = np.cumsum(size)
     end -= (end - size)[np.searchsorted(run, run)]
     first_token = run_start[0]
-    byte_lengths = tokenizer.byte_lengths(flat[first_token:])
-    position, _, exact = token_positions(
-        byte_lengths, run_start - first_token, run_stop - first_token, size=run_size, offset=end
+    position, _, exact = tokenizer.positions(
+        flat[first_token:], run_start - first_token, run_stop - first_token, size=run_size, offset=end
     )
     is_last = np.append(run[1:] != run[:-1], True)
     is_first = np.append(True, is_last[:-1])

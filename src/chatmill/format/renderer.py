@@ -65,6 +65,12 @@ class Renderer(Protocol):
     def lay_out_columns(self, columns: ChatColumns) -> ChatColumns | list[Record]:
         """Return the columns unchanged if `render` accepts them, otherwise a list of `Record`s."""
 
+    def warm_up(self, blocks: Iterable[ChatColumns], *, processes: int) -> None:
+        """Fill the caches of this renderer from some of the conversations to render, using up to `processes` processes.
+
+        A build calls this method before it forks workers, which inherit the caches. The rows do not depend on it.
+        """
+
     def render(
         self,
         records: Sequence[Record],

@@ -152,6 +152,9 @@ class TurnRenderer:
         is_plain = self.format.default_system is None and self.format.has_turns
         return columns if is_plain and has_turn[columns.roles].all() else list(columns)
 
+    def warm_up(self, blocks: Iterable[ChatColumns], *, processes: int) -> None:
+        """Do nothing, because this renderer has no caches."""
+
     def render(
         self,
         records: Sequence[Record],

@@ -59,7 +59,7 @@ def marked_tokens(source: DataSource, split: str) -> int:
 
 
 def _kept(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
-    """Count the tokens of a shard that appear in batches, in a dataset that another program wrote.
+    """Count the tokens of a shard that appear in batches, for a dataset that another program wrote.
 
     With `by_mask`, count only trained tokens, without the first token of each row.
     """

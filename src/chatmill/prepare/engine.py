@@ -23,7 +23,7 @@ from chatmill.prepare.assemble import write_shard
 from chatmill.prepare.fresh_process import run_in_fresh_process
 from chatmill.prepare.job import Job
 from chatmill.prepare.shard_plan import ShardPlan
-from chatmill.prepare.unit import Done, Unit, run_unit
+from chatmill.prepare.unit import Done, Unit, first_blocks, run_unit
 from chatmill.store.metadata import ShardInfo
 
 T = TypeVar("T")
@@ -67,7 +67,9 @@ class LocalEngine:
         def work(unit: Unit) -> Done:
             return run_unit(unit, job, renderer, folder)
 
-        yield from self.in_order(work, units, processes=min(self.workers, len(units)))
+        processes = min(self.workers, len(units))
+        renderer.warm_up(first_blocks(units), processes=processes)
+        yield from self.in_order(work, units, processes=processes)
 
     @property
     def writes_shards(self) -> bool:

@@ -279,7 +279,7 @@ def as_dict(record: Record) -> dict[str, Any]:
         {"role": message.role, "content": message.content, **msgspec.to_builtins(message)}
         for message in record.messages
     ]
-    # Omit `line`, because it is counted within the unit and depends on how the work is split.
+    # Omit `line`: it counts from the start of a unit of work, so it depends on how the input is split.
     del fields["line"], fields["unread_keys"]
     return fields
 

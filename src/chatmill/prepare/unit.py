@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count as numbers
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -44,6 +46,8 @@ from chatmill.store.layout import token_dtype
 
 CHUNK = 512
 """Number of records to render at a time if they are not in columns."""
+WARM_SOURCES = 8
+"""Number of sources from which a renderer fills its caches before the workers start."""
 FILE_TOKENS = 2**22
 """Number of tokens after which a unit starts another staged file."""
 Batch = Sequence[Record] | Sequence[Unrolled]
@@ -153,6 +157,21 @@ def run_unit(
     out.save(records)
     was_read, heads = records.log.bytes_read(), tuple(filter(None, out.heads))
     return Done(unit.number, out.number, records.lines, records.ledger, tuple(records.faults), was_read, heads)
+
+
+def first_blocks(units: Iterable[Unit]) -> Iterator[ChatColumns]:
+    """Yield the first block of conversations of each source, for the first `WARM_SOURCES` sources with plain local
+    files. Invalid records are ignored, because the worker that reads their unit reports them.
+    """
+    parts = {unit.source: unit.part for unit in reversed([*units])}
+    for source in sorted(parts)[:WARM_SOURCES]:
+        part = parts[source]
+        if not (isinstance(part.path, Path) and part.path.is_file()):
+            continue
+        with suppress(ChatmillError, OSError):
+            block = next(read_blocks(part, on_fault=lambda fault: None, on_end=lambda lines: None), None)
+            if isinstance(block, ChatColumns):
+                yield block
 
 
 def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[Rows, Index]:

@@ -69,7 +69,7 @@ def read_truth(path: str | Path) -> Iterator[GroundTruth]:
                 raise RecordError(what, "expected a list of objects, which may be empty", kind="objects")
             for number, thing in enumerate(objects):
                 if not isinstance(thing, dict):
-                    raise RecordError(f"object {number} is {named(thing)}", "expected an object", kind="objects")
+                    raise RecordError(f"objects[{number}] is {named(thing)}", "expected an object", kind="objects")
             if parsed.messages[-1].role == "assistant":
                 right = 'expected a question as the last message, with the true answer in "objects"'
                 raise RecordError("the last message is an assistant message", right, kind="answered")

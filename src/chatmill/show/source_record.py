@@ -160,8 +160,8 @@ def _line(path: Path, line: int) -> tuple[bytes, int | None]:
 
 @lru_cache(maxsize=16)
 def _line_offsets(path: Path, size: int, changed: int) -> NDArray[np.int64]:
-    """Return the byte offset of every STEP-th line of a file. `size` and `changed` only invalidate the cached result if
-    the file changes.
+    """Return the byte offset of every STEP-th line of a file. `size` and `changed` are used only as part of the
+    cache key, so that a changed file is read again.
     """
     offsets, lines, before = [np.zeros(1, dtype=np.int64)], 0, 0
     with path.open("rb") as file:

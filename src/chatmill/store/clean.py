@@ -124,8 +124,8 @@ def _remove(url: Url, names: Sequence[str]) -> None:
     named = _named_now(url) if removed else set()
     if lost := [name for name in removed if _hash(name) in named]:
         raise DataError(
-            f"{url}: a dataset that was published during cleaning contains files that were removed "
-            f"({names_of(lost)}); build the dataset again"
+            f"{url}: files of a dataset that was published during cleaning were removed ({names_of(lost)}); "
+            "build the dataset again"
         )
 
 

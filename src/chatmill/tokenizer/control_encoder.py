@@ -22,7 +22,7 @@ import tokenizers
 from chatmill.tokenizer.backend import PROBE, Ids, Offsets, aliases, faults_of
 from chatmill.tokenizer.compiled_cache import cache_key, remembered
 from chatmill.tokenizer.isolate_control import Json, isolate_control, kinds
-from chatmill.tokenizer.tokenizer import Tokenizer, token_positions
+from chatmill.tokenizer.tokenizer import Tokenizer
 
 SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 """The Unicode whitespace that added tokens with lstrip or rstrip remove, which differs from Python's whitespace."""
@@ -177,8 +177,7 @@ class ControlEncoder:
             return False
         flat, start = self.tokenizer.encode_batch(PROBE)
         size = np.array([len(text.encode()) for text in PROBE])
-        lengths = self.tokenizer.byte_lengths(flat)
-        _, _, exact = token_positions(lengths, start[:-1], start[1:], size=size, offset=size)
+        _, _, exact = self.tokenizer.positions(flat, start[:-1], start[1:], size=size, offset=size)
         return not exact.all()
 
     @cached_property

@@ -18,6 +18,11 @@ from chatmill.errors import DataError
 from chatmill.rows import offsets
 from chatmill.tokenizer.backend import Backend, Ids, Offsets, faults_of
 
+try:
+    from chatmill._native import _positions
+except ImportError:  # pragma: no cover
+    _positions = None  # type: ignore[assignment]
+
 NEAR = 16
 """Number of tokens at the start of a text that are searched first, because they contain most boundaries."""
 
@@ -130,6 +135,18 @@ class Tokenizer:
             ids, known = self._backend.byte_lengths()
             lengths[ids] = known
         return lengths
+
+    def positions(
+        self, ids: Ids, start: Offsets, stop: Offsets, *, size: Offsets, offset: Offsets
+    ) -> tuple[Offsets, NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return the `token_positions` of byte offsets in encoded texts; each text has the tokens ids[start:stop]."""
+        if _positions is not None and ids.dtype == np.uint32:
+            position, inside, exact = np.empty_like(start), np.empty(len(start), bool), np.empty(len(start), bool)
+            begin, end, size, offset = (np.ascontiguousarray(each, np.int64) for each in (start, stop, size, offset))
+            texts = np.ascontiguousarray(ids), self._byte_lengths, begin, end, size, offset
+            if _positions.positions(*texts, position, inside, exact):
+                return position, inside, exact
+        return token_positions(self.byte_lengths(ids), start, stop, size=size, offset=offset)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a control token, or None if the vocabulary does not contain the token."""

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from template_fixtures import TEMPLATES, open_template, trl_tokenizer
 from test_text_tokens import CHATML, DEEPSEEK, INST, WORDS, opened
 
-from chatmill.errors import RecordError
+from chatmill.errors import DataError, RecordError
 from chatmill.format import TemplateRenderer
 from chatmill.format.template.control_tokens import ControlTokens
 from chatmill.format.template.laid_out_columns import ColumnSearch, LaidOutColumns
+from chatmill.format.template.process.client import TemplateProcess
+from chatmill.format.template.trace_cache import TraceCache
 from chatmill.ledger import Ledger
 from chatmill.records import ChatColumns, plan, read_blocks, read_records
 from chatmill.records.columns import COMPILED
@@ -196,3 +198,60 @@ def test_texts_between_safe_literals_never_form_a_token(tokens, before, text, af
     inside = {len(before) + at for token in tokens for at in range(len(text)) if text.startswith(token, at)}
     if not control.may_touch(before, after):
         assert places == inside
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "gemma3", "deepseek"])
+def test_rows_do_not_depend_on_a_warm_up(name):
+    renderer, by_record = renderers(name)
+
+    @settings(max_examples=6)
+    @given(st.lists(conversations(), min_size=1, max_size=12))
+    def check(records):
+        path = written(records)
+        renderer._cache = TraceCache()
+        renderer.warm_up([columns_of(path)], processes=3)
+        with patch("chatmill.format.template.trace_cache.MAX_TRACES", 0):
+            expected = outcome(by_record, read_records([path]))
+        assert outcome(renderer, renderer.lay_out_columns(columns_of(path))) == expected
+
+    check()
+
+
+def test_after_a_warm_up_known_shapes_are_not_derived_again():
+    renderer = open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / "qwen2_5.jinja"))
+    longer = [{"role": "system", "content": "Be brief."}, *TALK, *TALK]
+    first = written([{"messages": talk} for talk in (TALK, longer, TALK)])
+    derived = []
+    right = TemplateProcess.derive
+
+    def counted(self, template, record, **options):
+        derived.append((self is renderer.process, len(record.messages)))
+        return right(self, template, record, **options)
+
+    with patch.object(TemplateProcess, "derive", counted):
+        renderer.turn_marks(False)
+        derived.clear()
+        renderer.warm_up([columns_of(first)], processes=2)
+        assert sorted(derived) == [(False, 2), (False, 5)]
+        renderer.lay_out_columns(columns_of(first))
+        renderer.lay_out_columns(columns_of(written([{"messages": [*TALK, *TALK]}])))
+    assert derived[2:] == [(True, 4)]
+
+
+def test_a_warm_up_leaves_errors_to_the_process_that_renders_the_record():
+    renderer = open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / "gemma3.jinja"))
+    refused = [TALK[1], TALK[0], TALK[1]]
+    path = written([{"messages": refused}, {"messages": TALK}])
+    renderer.warm_up([columns_of(path)], processes=2)
+    faults: list[RecordError] = []
+    records = renderer.lay_out_columns(columns_of(path))
+    assert [record.line for record in renderer.renderable(records, faults.append)] == [2]
+    assert [fault.line for fault in faults] == [1]
+
+
+def test_a_warm_up_stops_if_the_template_process_cannot_be_used():
+    renderer = open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / "qwen2_5.jinja"))
+    with patch.object(TemplateProcess, "copy", side_effect=DataError("no process")):
+        renderer.warm_up([columns_of(written([{"messages": TALK}]))], processes=2)
+    assert len(renderer._cache) == 0
+    assert len(renderer.render([*renderer.renderable(read_records([written([{"messages": TALK}])]))])) == 1

@@ -26,7 +26,6 @@ from chatmill.records import ChatColumns, Record
 from chatmill.rows import EMPTY, Ids, Index, Rows, Rule, Table, TrainOn, concat, copy_tokens, offsets, weigh
 from chatmill.tokenizer.backend import TextColumns
 from chatmill.tokenizer.control_encoder import ControlEncoder
-from chatmill.tokenizer.tokenizer import token_positions
 
 RECORD_FIELDS = attrgetter(*Record.__struct_fields__)
 _NOTES, _LAYOUT, _WEIGHT = attrgetter("notes"), attrgetter("layout"), attrgetter("weight")
@@ -262,9 +261,8 @@ class _RowEncoder:
             for at in by_text:
                 before = fill_slots(*texts[at])[stripped.get(int(section[at]), 0) :]
                 offset[at] = min(len(before.encode()), size[at])
-        lengths = self.encoder.tokenizer.byte_lengths(encoded.ids)
         first, last = encoded.first[section], encoded.last[section]
-        position, inside, exact = token_positions(lengths, first, last, size=size, offset=offset)
+        position, inside, exact = self.encoder.tokenizer.positions(encoded.ids, first, last, size=size, offset=offset)
         straddles = inside & exact & table.border_of_answer[borders]
         self.straddling += int(straddles.sum())
         return np.where(straddles, position - 1, position) if self.tags else position, exact

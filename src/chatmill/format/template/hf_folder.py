@@ -188,7 +188,9 @@ def _text(path: Path) -> str:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise DataError(f"{_shown(path)}: cannot be read ({reason}); a chat template is a Jinja file") from None
+        raise DataError(
+            f"{_shown(path)}: cannot be read ({reason}); expected a Jinja file with a chat template"
+        ) from None
 
 
 def _shown(path: Path) -> str:

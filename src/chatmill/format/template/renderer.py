@@ -16,12 +16,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from chatmill.errors import DataError, RecordError, UsageError
+from chatmill.errors import ChatmillError, DataError, RecordError, UsageError
 from chatmill.format.renderer import Mask, OnReject, Renderer, apply_record_weights
 from chatmill.format.slices import render_slices
 from chatmill.format.template.answer_check import check_answers, without_prompt_space
 from chatmill.format.template.answers.derived import DerivedAnswers, Note
 from chatmill.format.template.control_tokens import ControlTokens
+from chatmill.format.template.derive_ahead import derive_ahead, first_of_shapes
 from chatmill.format.template.encode import LaidOut, LaidOutRecord, encode_rows, laid_out_record
 from chatmill.format.template.hf_folder import HFFolder
 from chatmill.format.template.laid_out_columns import ColumnSearch, LaidOutColumns, RefusedRecord, lay_out_columns
@@ -190,6 +191,21 @@ class TemplateRenderer:
         holding, plain = self._search.rows(columns), self._cache.plain
         return lay_out_columns(columns, holding, plain=plain, confirm=self._confirm, lay_out=self._lay_out_texts)
 
+    def warm_up(self, blocks: Iterable[ChatColumns], *, processes: int) -> None:
+        if self._kwargs or not self.encoder.by_sections or self.encoder.normalizes:
+            return
+
+        def derive(record: Record, process: TemplateProcess) -> DerivedAnswers:
+            return self.derive(record, cacheable=True, process=process)
+
+        shapes = {shape.key: shape for block in blocks for shape in first_of_shapes(block, self._search.rows(block))}
+        try:
+            for shape, derived in derive_ahead([*shapes.values()], derive, self.process, processes=processes):
+                self._derive_layout(shape.key, shape.texts, shape.record, False, derived)
+        except ChatmillError:
+            # A worker that renders the conversation reports the error, with the place of the record.
+            pass
+
     def render(
         self,
         records: Sequence[Record],
@@ -284,12 +300,20 @@ class TemplateRenderer:
         return self.process.text(self.templates[bool(record.tools)].number, record, messages, prompt=prompt)
 
     def derive(
-        self, record: Record, *, mask: Mask | None = None, cacheable: bool = False, last_only: bool = False
+        self,
+        record: Record,
+        *,
+        mask: Mask | None = None,
+        cacheable: bool = False,
+        last_only: bool = False,
+        process: TemplateProcess | None = None,
     ) -> DerivedAnswers:
-        """Render one record without using cached traces, and find its answers."""
+        """Render one record without using cached traces, and find its answers. `process` replaces the template process
+        of this renderer.
+        """
         template = self.templates[bool(record.tools)]
         texts = len(shape_and_texts(record, template.style)[1])
-        derived = self.process.derive(
+        derived = (process or self.process).derive(
             template.number,
             record,
             texts=texts,
@@ -356,7 +380,7 @@ class TemplateRenderer:
         key = (with_tools, shape + LAST_ONLY if last_only else shape)
         if any(map(_RANGES, record.messages)):
             # Cached traces do not record which characters of a text are in the output.
-            derived = self._derive_checked(record, cacheable=False, last_only=last_only)
+            derived = self._checked(record, self.derive(record, last_only=last_only))
             notes = token_notes((*texts, *record.tools), self.control_tokens, self.text_tokens)
             return self.lay_out_derived(record, derived, notes)
         return self._lay_out_texts(key, texts, lambda: record, last_only=last_only)
@@ -379,9 +403,12 @@ class TemplateRenderer:
         notes = token_notes(searched, self.control_tokens, self.text_tokens)
         return laid_out._replace(notes=notes + laid_out.notes) if notes else laid_out
 
-    def _derive_layout(self, key: ShapeKey, texts: list[str], record: Record, last_only: bool) -> LaidOut:
+    def _derive_layout(
+        self, key: ShapeKey, texts: list[str], record: Record, last_only: bool, derived: DerivedAnswers | None = None
+    ) -> LaidOut:
+        """Lay out a record whose answers are derived, or derive its answers first."""
         cacheable = self._cache.may_add(key, len(record.messages))
-        derived = self._derive_checked(record, cacheable=cacheable, last_only=last_only)
+        derived = self._checked(record, derived or self.derive(record, cacheable=cacheable, last_only=last_only))
         if derived.steps is None:
             return self.lay_out_derived(record, derived)
         layout = token_layout(record, derived, self.control_tokens, text_tokens=self.text_tokens, encoder=self.encoder)
@@ -394,8 +421,7 @@ class TemplateRenderer:
         self._cache.add(key, trace)
         return trace.laid_out._replace(slots=slots)
 
-    def _derive_checked(self, record: Record, *, cacheable: bool, last_only: bool) -> DerivedAnswers:
-        derived = self.derive(record, cacheable=cacheable, last_only=last_only)
+    def _checked(self, record: Record, derived: DerivedAnswers) -> DerivedAnswers:
         return replace(derived, notes=derived.notes + self.check(record, derived))
 
     def lay_out_derived(self, record: Record, derived: DerivedAnswers, notes: tuple[str, ...] = ()) -> LaidOut:

@@ -1,4 +1,4 @@
-"""Check in the token ids of finished rows that each trained answer starts and ends where it should (see
+"""Check, using the token ids of finished rows, that each trained answer starts and ends where it should (see
 `answer_check`).
 
     row      … <|im_end|> \n | <|im_start|> assistant \n | Hello . <|im_end|> | \n …

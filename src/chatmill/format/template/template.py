@@ -45,7 +45,7 @@ class ChatTemplate:
         """Renderings stop when the CPU time of the process, in seconds, reaches this value."""
         self._plain = Program(source, name, Sandbox(now=now))
         self._traced = TracedProgram(source, name, now=now)
-        self._renders_something = False
+        self._renders_something = self._exceeds_limit = False
         self.style = self._find_style()
         if not self._renders_something:
             self._plain.remedy = self._traced.remedy = FAILS_ALWAYS
@@ -104,9 +104,13 @@ class ChatTemplate:
 
     def _written(self, record: Record, style: Style) -> str:
         """Render a test conversation; return an empty string if the template fails or drops contents or tool calls."""
+        if self._exceeds_limit:
+            # Do not spend the same time on the other test conversations.
+            return ""
         try:
             text = self.render(plain_input(record, style))
-        except RecordError:
+        except RecordError as fault:
+            self._exceeds_limit = fault.kind == "template_limit"
             return ""
         self._renders_something = True
         contents = [message.content for message in record.messages if message.role != "tool"]

@@ -187,7 +187,7 @@ def take_sharding(translation: Translation, keys: TheirKeys) -> None:
         if value in OFF:
             translation.default(keys.path(name), value, note=IS_OFF)
         elif name == "deepspeed" and not _is_stage_3(value):
-            note = "chatmill does not support ZeRO-1 and ZeRO-2; parallel fsdp shards the optimizer state"
+            note = "chatmill does not support ZeRO-1 or ZeRO-2; set parallel to fsdp to shard the optimizer state"
             translation.none(keys.path(name), value, note)
         elif translation.train.get("quantize", "none") != "none":
             translation.none(

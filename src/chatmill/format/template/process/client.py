@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -79,6 +79,7 @@ class TemplateProcess:
         ends: Sequence[str],
     ) -> None:
         self._name = sources[0].name
+        self._copy = partial(TemplateProcess, sources, variables=variables, now=now, tokens=tokens, ends=ends)
         self._channel: Channel | None = None
         self._lock = threading.Lock()
         self._kills = 0
@@ -98,6 +99,10 @@ class TemplateProcess:
             OpenedTemplate(number, source.name, source.source, opened.has_tags[number], opened.styles[number])
             for number, source in enumerate(sources)
         ]
+
+    def copy(self) -> TemplateProcess:
+        """Return another process with the same templates, to run several requests in parallel."""
+        return self._copy()
 
     @property
     def protections(self) -> list[str]:

@@ -27,7 +27,16 @@ from chatmill.format.template.tracing.sandbox import Rewriter, Sandbox, sandbox_
 from chatmill.format.template.tracing.steps import LENGTHS, STEP_FUNCTIONS
 from chatmill.format.template.tracing.trace import OUTSIDE, Rendering, TracedPiece
 from chatmill.format.template.tracing.traced_markup import TracedMarkup, escaped, mapped, marked, unmarked
-from chatmill.format.template.tracing.traced_str import TracedStr, joined, literal, made, opaque, texts_in, untraced
+from chatmill.format.template.tracing.traced_str import (
+    TracedStr,
+    added,
+    joined,
+    literal,
+    made,
+    opaque,
+    texts_in,
+    untraced,
+)
 from chatmill.format.template.tracing.values import UndefinedVariableError
 
 
@@ -223,6 +232,10 @@ class TracedSandbox(Sandbox):
         return bool(STEP_FUNCTIONS[function].call(value, number))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and type(left) is type(right) is TracedStr:
+            # Nearly all operations of a template concatenate texts.
+            self.meter.check_size(str.__len__(left) + str.__len__(right))
+            return added(left, right)
         return super().call_binop(context, operator, literal(left) if type(left) is str else left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:

@@ -1,0 +1,73 @@
+"""Derive the answers of several conversations in parallel, before a build forks its workers.
+
+The workers inherit the results. Otherwise, every worker would derive the same results again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from chatmill.errors import RecordError
+from chatmill.format.template.answers.derived import DerivedAnswers
+from chatmill.format.template.laid_out_columns import conversation
+from chatmill.format.template.process.client import TemplateProcess
+from chatmill.format.template.trace_cache import ShapeKey
+from chatmill.records import ChatColumns, Record
+
+MAX_AHEAD = 2**6
+"""Maximum number of conversations to derive, which limits the time until the workers start."""
+
+Derive = Callable[[Record, TemplateProcess], DerivedAnswers]
+
+
+class FirstOfShape(NamedTuple):
+    """The first conversation with a given sequence of roles."""
+
+    key: ShapeKey
+    texts: list[str]
+    record: Record
+
+
+def first_of_shapes(columns: ChatColumns, skip: set[int]) -> Iterator[FirstOfShape]:
+    """Yield the first conversation of each sequence of roles. The conversations in `skip` are ignored."""
+    roles, first = columns.roles.tobytes(), columns.first_message.tolist()
+    rows: dict[bytes, int] = {}
+    for row in range(len(columns)):
+        if row not in skip:
+            rows.setdefault(roles[first[row] : first[row + 1]], row)
+    for shape, row in rows.items():
+        texts = columns.texts(row)
+        yield FirstOfShape((False, shape), texts, conversation(columns, row, texts))
+
+
+def derive_ahead(
+    shapes: Sequence[FirstOfShape], derive: Derive, process: TemplateProcess, *, processes: int
+) -> Iterator[tuple[FirstOfShape, DerivedAnswers]]:
+    """Derive each conversation in one of several copies of a template process; skip conversations that are rejected."""
+    # The longest conversations come first, so that all processes end at about the same time.
+    shapes = sorted(shapes[:MAX_AHEAD], key=lambda each: -len(each.texts))
+    count = min(processes, len(shapes))
+    if not count:
+        return
+    idle = SimpleQueue[TemplateProcess]()
+
+    def derived(shape: FirstOfShape) -> DerivedAnswers | None:
+        own = idle.get()
+        try:
+            return derive(shape.record, own)
+        except RecordError:
+            return None
+        finally:
+            idle.put(own)
+
+    with ExitStack() as stack:
+        for _ in range(count):
+            idle.put(stack.enter_context(closing(process.copy())))
+        with ThreadPoolExecutor(count) as pool:
+            for shape, result in zip(shapes, pool.map(derived, shapes), strict=True):
+                if result is not None:
+                    yield shape, result
