@@ -1,6 +1,7 @@
-/* Print the hashes of pairs of messages: `sha256 [plain]`.
+/* Print the hashes of groups of messages: `sha256 [WAY]`, with a value of the enum in _sha256.h.
 
-   A pair on stdin consists of two lengths as int64, followed by both messages. */
+   A group on stdin consists of the number of messages and their lengths as int64, followed by the messages. The program
+   exits with code 3 if the processor does not support WAY. */
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -62,26 +63,35 @@ static __m128i rnds2(__m128i one, __m128i two, __m128i three) {
 
 #include "_sha256.h"
 
-int main(int count, char **names) {
-    (void)names;
-    int has_instructions = has_sha256();
+static int is_supported(int way) {
+    if (way == SHA256_PLAIN) return 1;
 #ifdef EMULATED
-    has_instructions = 1;
+    if (way == SHA256_INSTRUCTIONS) return 1;
 #endif
-    if (count > 1) has_instructions = 0;
-    int64_t lengths[2], blocks[2];
-    while (fread(lengths, 8, 2, stdin) == 2) {
-        uint8_t *messages[2], hashes[2][32];
-        for (int n = 0; n < 2; n++) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (way == SHA256_AVX2) return __builtin_cpu_supports("avx2");
+    if (way == SHA256_AVX512) return __builtin_cpu_supports("avx512f");
+#endif
+    return way == SHA256_INSTRUCTIONS && has_sha256();
+}
+
+int main(int count, char **values) {
+    int way = count > 1 ? atoi(values[1]) : sha256_way();
+    if (!is_supported(way)) return 3;
+    int64_t size, lengths[SHA256_AVX512], blocks[SHA256_AVX512];
+    while (fread(&size, 8, 1, stdin) == 1) {
+        uint8_t *messages[SHA256_AVX512], hashes[SHA256_AVX512][32];
+        if (size > way) return 1;
+        if (fread(lengths, 8, size, stdin) != (size_t)size) return 1;
+        for (int n = 0; n < size; n++) {
             messages[n] = malloc(lengths[n] + 72);
             if (messages[n] == NULL || fread(messages[n], 1, lengths[n], stdin) != (size_t)lengths[n]) return 1;
             blocks[n] = sha256_padded(messages[n], lengths[n]);
         }
-        sha256((const uint8_t **)messages, blocks, 2, has_instructions, hashes);
-        fwrite(hashes, 32, 2, stdout);
-        sha256((const uint8_t **)messages + 1, blocks + 1, 1, has_instructions, hashes);
-        fwrite(hashes, 32, 1, stdout);
-        free(messages[0]), free(messages[1]);
+        sha256((const uint8_t **)messages, blocks, (int)size, way, hashes);
+        fwrite(hashes, 32, size, stdout);
+        for (int n = 0; n < size; n++) free(messages[n]);
     }
     return 0;
 }

@@ -47,7 +47,7 @@ typedef struct {
     const int64_t *borders;
     Py_ssize_t num_borders;
     int64_t pad, most_segments;
-    int width, use_loss_mask, pad_part, has_sha256;
+    int width, use_loss_mask, pad_part;
 } Source;
 
 static inline float as_float(uint32_t bits) {
@@ -271,32 +271,30 @@ static PyObject *rows(PyObject *module, PyObject *args) {
     const int64_t *episodes = in[0].buf, *first = in[1].buf;
     Py_ssize_t num_episodes = in[0].len / (8 * COLUMNS), num_rows = in[1].len / 8 - 1, result = OUTSIDE;
     source.borders = in[2].buf, source.num_borders = in[2].len / 8;
-    source.pad = pad, source.most_segments = most, source.has_sha256 = has_sha256();
+    source.pad = pad, source.most_segments = most;
     source.tokens = all_buffers(token_list, &source.num_tokens);
     source.spans = source.tokens == NULL ? NULL : all_buffers(span_list, &source.num_spans);
     if (source.spans == NULL) goto end;
     const Py_ssize_t widths[] = {8, 8, 1, 4, 4, 4, 8, 8}, columns[] = {size, size, size, size, size, size, most, COUNTS};
     int fits = num_rows >= 0 && 0 < size && size < INT32_MAX && 0 <= most && most < INT32_MAX &&
-               (source.width == 2 || source.width == 4) && (!num_rows || num_rows < PY_SSIZE_T_MAX / 32 / (size + most + 8));
+               (source.width == 2 || source.width == 4) && (!num_rows || num_rows < PY_SSIZE_T_MAX / 32 / (size + most + 32));
     for (int n = 0; fits && n < 8; n++)
         fits = out[n].len == num_rows * columns[n] * widths[n] && is_aligned(&out[n], widths[n]);
     for (int n = 0; fits && n < 4; n++) fits = is_aligned(&in[n], 8);
     const int64_t *steps = in[3].buf;
     Py_ssize_t num_steps = in[3].len / 8, rows_a_step = num_steps ? num_rows / num_steps : 0;
     fits = fits && out[8].len == (num_steps ? 16 * num_rows : 0) && (!num_steps || num_rows == rows_a_step * num_steps);
-    Py_ssize_t bits_at = 0, ids_at = 0;
-    uint8_t *messages[2] = {NULL, NULL};
-    const uint8_t *begins[2];
-    int64_t blocks[2];
+    Py_ssize_t bits_at = 0, ids_at = 0, message_size = 0;
+    uint8_t *messages = NULL;
+    const uint8_t *begins[SHA256_AVX512];
+    int64_t blocks[SHA256_AVX512];
+    int way = sha256_way();
     if (fits && rows_a_step) {
-        /* Allocate two messages, each large enough for the numbers, bits and ids of any row and for 72 bytes of
-           padding. */
-        bits_at = 8 * (8 + most + 2 * size), ids_at = bits_at + (size + 7) / 8;
-        messages[0] = PyMem_Malloc(2 * (ids_at + 4 * size + 72));
-        if (messages[0] == NULL)
-            PyErr_NoMemory(), fits = 0;
-        else
-            messages[1] = messages[0] + ids_at + 4 * size + 72;
+        /* Allocate the messages of the rows that are hashed at a time, each large enough for the numbers, bits and ids
+           of any row and for 72 bytes of padding. */
+        bits_at = 8 * (8 + most + 2 * size), ids_at = bits_at + (size + 7) / 8, message_size = ids_at + 4 * size + 72;
+        messages = PyMem_Malloc((way < num_rows ? way : num_rows) * message_size);
+        if (messages == NULL) PyErr_NoMemory(), fits = 0;
     }
     Py_BEGIN_ALLOW_THREADS
     if (fits) result = FITS;
@@ -314,7 +312,8 @@ static PyObject *rows(PyObject *module, PyObject *args) {
                    0,
                    (int64_t *)out[7].buf + r * COUNTS,
                    {NULL, NULL, NULL, 0}};
-        uint8_t *message = messages[r % 2];
+        int lane = (int)(r % way);
+        uint8_t *message = messages == NULL ? NULL : messages + lane * message_size;
         if (message) {
             row.message = (Message){message, message + bits_at, message + ids_at, 0};
             memset(row.message.bits, 0, ids_at - bits_at);
@@ -336,15 +335,15 @@ static PyObject *rows(PyObject *module, PyObject *args) {
         end_row(&row, filled, source.pad);
         if (message == NULL) continue;
         int64_t place = (int64_t)((uint64_t)first_row + r % rows_a_step);
-        begins[r % 2] = end_message(&row, steps[r / rows_a_step], place, &blocks[r % 2]);
-        if (r % 2 || r == num_rows - 1) {
-            uint8_t hashes[2][32];
-            sha256(begins, blocks, 1 + (int)(r % 2), source.has_sha256, hashes);
-            for (int n = 0; n <= r % 2; n++) memcpy((uint8_t *)out[8].buf + 16 * (r - r % 2 + n), hashes[n], 16);
+        begins[lane] = end_message(&row, steps[r / rows_a_step], place, &blocks[lane]);
+        if (lane == way - 1 || r == num_rows - 1) {
+            uint8_t hashes[SHA256_AVX512][32];
+            sha256(begins, blocks, lane + 1, way, hashes);
+            for (int n = 0; n <= lane; n++) memcpy((uint8_t *)out[8].buf + 16 * (r - lane + n), hashes[n], 16);
         }
     }
     Py_END_ALLOW_THREADS
-    PyMem_Free(messages[0]);
+    PyMem_Free(messages);
     release(source.spans, source.num_spans), PyMem_Free(source.spans);
 end:
     if (source.tokens != NULL) release(source.tokens, source.num_tokens), PyMem_Free(source.tokens);

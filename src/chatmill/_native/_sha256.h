@@ -1,4 +1,5 @@
-/* Compute SHA-256 of two messages in one loop, which hides the latency of the instructions. */
+/* Compute SHA-256 of several messages at the same time. With SHA-256 instructions, two messages in one loop hide the
+   latency of the instructions. */
 
 #include <stdint.h>
 #include <string.h>
@@ -29,33 +30,15 @@ static const uint32_t SHA256_ROUND[64] = {
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
-static inline uint32_t rotated(uint32_t word, int by) { return word >> by | word << (32 - by); }
-
-/* Hash one message, for processors without SHA-256 instructions. */
-static void sha256_plain(uint32_t *state, const uint8_t *data, int64_t blocks) {
-    for (; blocks > 0; blocks--, data += 64) {
-        uint32_t w[64], s[8];
-        memcpy(s, state, sizeof s);
-        for (int n = 0; n < 16; n++)
-            w[n] = (uint32_t)data[4 * n] << 24 | data[4 * n + 1] << 16 | data[4 * n + 2] << 8 | data[4 * n + 3];
-        for (int n = 16; n < 64; n++)
-            w[n] = w[n - 16] + (rotated(w[n - 15], 7) ^ rotated(w[n - 15], 18) ^ w[n - 15] >> 3) + w[n - 7] +
-                   (rotated(w[n - 2], 17) ^ rotated(w[n - 2], 19) ^ w[n - 2] >> 10);
-        for (int n = 0; n < 64; n++) {
-            uint32_t choice = (s[4] & s[5]) ^ (~s[4] & s[6]), most = (s[0] & s[1]) ^ (s[0] & s[2]) ^ (s[1] & s[2]);
-            uint32_t one = s[7] + (rotated(s[4], 6) ^ rotated(s[4], 11) ^ rotated(s[4], 25)) + choice + SHA256_ROUND[n] + w[n];
-            uint32_t two = (rotated(s[0], 2) ^ rotated(s[0], 13) ^ rotated(s[0], 22)) + most;
-            memmove(s + 1, s, 28);
-            s[4] += one, s[0] = one + two;
-        }
-        for (int n = 0; n < 8; n++) state[n] += s[n];
-    }
-}
+#define LANES 1
+#define FUNCTION sha256_plain
+#define TARGET_LANES
+#include "_sha256_lanes.h"
 
 #if !defined(TARGET)
 static int has_sha256(void) { return 0; }
 static inline void sha256_blocks(uint32_t (*state)[8], const uint8_t **data, int64_t blocks, const int lanes) {
-    for (int l = 0; l < lanes; l++) sha256_plain(state[l], data[l], blocks);
+    for (int l = 0; l < lanes; l++) sha256_plain(state + l, data + l, 0, blocks);
 }
 #define TARGET
 #elif defined(__aarch64__)
@@ -92,6 +75,16 @@ TARGET static inline __attribute__((always_inline)) void sha256_blocks(uint32_t 
     for (int l = 0; l < lanes; l++) vst1q_u32(state[l], a[l]), vst1q_u32(state[l] + 4, e[l]);
 }
 #else
+/* Without SHA-256 instructions, vectors hash many messages at a time. */
+#define LANES 8
+#define FUNCTION sha256_avx2
+#define TARGET_LANES __attribute__((target("avx2")))
+#include "_sha256_lanes.h"
+#define LANES 16
+#define FUNCTION sha256_avx512
+#define TARGET_LANES __attribute__((target("avx512f")))
+#include "_sha256_lanes.h"
+
 static int has_sha256(void) {
     unsigned a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_SSSE3) || !(c & bit_SSE4_1)) return 0;
@@ -146,6 +139,20 @@ TARGET static void sha256_both(uint32_t (*state)[8], const uint8_t **data, int64
     sha256_blocks(state, data, blocks, 2);
 }
 
+/* The ways to compute SHA-256, as the number of messages to hash at a time. */
+enum { SHA256_PLAIN = 1, SHA256_INSTRUCTIONS = 2, SHA256_AVX2 = 8, SHA256_AVX512 = 16 };
+
+/* Return the fastest way that this processor supports. */
+static int sha256_way(void) {
+    if (has_sha256()) return SHA256_INSTRUCTIONS;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f")) return SHA256_AVX512;
+    if (__builtin_cpu_supports("avx2")) return SHA256_AVX2;
+#endif
+    return SHA256_PLAIN;
+}
+
 /* Pad a message in place and return the number of 64-byte blocks. The buffer must have room for 72 more bytes. */
 static int64_t sha256_padded(uint8_t *message, int64_t length) {
     int64_t blocks = (length + 72) / 64;
@@ -155,15 +162,50 @@ static int64_t sha256_padded(uint8_t *message, int64_t length) {
     return blocks;
 }
 
-/* Compute the 32-byte hashes of one or two padded messages. */
-static void sha256(const uint8_t **data, const int64_t *blocks, int count, int has_instructions, uint8_t (*hashes)[32]) {
-    uint32_t state[2][8];
-    int64_t both = count < 2 ? 0 : blocks[0] < blocks[1] ? blocks[0] : blocks[1];
-    for (int n = 0; n < count; n++) memcpy(state[n], SHA256_START, sizeof state[n]);
-    if (!has_instructions) both = 0;
-    if (both) sha256_both(state, data, both);
-    for (int n = 0; n < count; n++) {
-        (has_instructions ? sha256_one : sha256_plain)(state[n], data[n] + 64 * both, blocks[n] - both);
-        for (int b = 0; b < 32; b++) hashes[n][b] = (uint8_t)(state[n][b / 4] >> (24 - 8 * (b % 4)));
+/* Hash the blocks [begin, stop) of each message. */
+static void sha256_range(uint32_t (*state)[8], const uint8_t **data, int count, int64_t begin, int64_t stop, int way) {
+#if defined(__x86_64__)
+    if (count > 2 && way >= SHA256_AVX2) {
+        uint32_t states[SHA256_AVX512][8];
+        const uint8_t *of[SHA256_AVX512];
+        /* Unused lanes repeat the last message. */
+        for (int l = 0; l < way; l++) {
+            int n = l < count ? l : count - 1;
+            memcpy(states[l], state[n], sizeof states[l]), of[l] = data[n];
+        }
+        (way == SHA256_AVX512 ? sha256_avx512 : sha256_avx2)(states, of, begin, stop);
+        memcpy(state, states, count * sizeof *states);
+        return;
     }
+#endif
+    for (int n = 0; n < count; n++) {
+        if (way == SHA256_INSTRUCTIONS && n + 1 < count) {
+            const uint8_t *both[2] = {data[n] + 64 * begin, data[n + 1] + 64 * begin};
+            sha256_both(state + n++, both, stop - begin);
+        } else if (way == SHA256_INSTRUCTIONS)
+            sha256_one(state[n], data[n] + 64 * begin, stop - begin);
+        else
+            sha256_plain(state + n, data + n, begin, stop);
+    }
+}
+
+/* Compute the 32-byte hashes of up to `way` padded messages. */
+static void sha256(const uint8_t **data, const int64_t *blocks, int count, int way, uint8_t (*hashes)[32]) {
+    uint32_t state[SHA256_AVX512][8];
+    const uint8_t *sorted[SHA256_AVX512];
+    int64_t done = 0;
+    int order[SHA256_AVX512];
+    /* Sort the messages by length, longest first, so that the messages with blocks left come first. */
+    for (int n = 0; n < count; n++) {
+        int at = n;
+        for (; at && blocks[order[at - 1]] < blocks[n]; at--) order[at] = order[at - 1];
+        order[at] = n;
+    }
+    for (int n = 0; n < count; n++) memcpy(state[n], SHA256_START, sizeof state[n]), sorted[n] = data[order[n]];
+    for (int left = count; left; left--) {
+        int64_t stop = blocks[order[left - 1]];
+        if (stop > done) sha256_range(state, sorted, left, done, stop, way), done = stop;
+    }
+    for (int n = 0; n < count; n++)
+        for (int b = 0; b < 32; b++) hashes[order[n]][b] = (uint8_t)(state[n][b / 4] >> (24 - 8 * (b % 4)));
 }
