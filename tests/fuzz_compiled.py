@@ -9,6 +9,7 @@ access and on undefined behavior.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -255,6 +256,16 @@ def try_columns(columns: ModuleType, rng: random.Random) -> None:
             break
     check_columns(bytes(data), rng.randrange(len(data) + 1), columns.columns)
     refused(columns.columns, any_buffer(rng, block), rng.choice(EXTREME))
+
+
+def try_keys(columns: ModuleType, rng: random.Random) -> None:
+    longest = rng.choice([3, 70, 400, 5_000])
+    records = [rng.randbytes(rng.randrange(longest)) for _ in range(rng.choice([0, 1, 2, 15, 16, 17, 90]))]
+    data, stop = b"".join(records), numbers([*accumulate(map(len, records))])
+    expected = b"".join(hashlib.sha256(record).digest()[:16] for record in records)
+    assert columns.keys(unaligned(data), unaligned(stop)) == expected
+    refused(columns.keys, any_buffer(rng, data), any_buffer(rng, numbers([rng.choice(EXTREME) for _ in range(3)])))
+    refused(columns.keys, data, stop + b"1")
 
 
 # _bpe
@@ -531,6 +542,7 @@ def fuzz(folder: Path, rounds: int, seed: int) -> int:
     names = ("_copy", "_batch", "_positions", "_columns", "_bpe", "_rollout")
     copy, batch, positions, columns, bpe, rollout = (load(folder, name) for name in names)
     tries = [(try_copy, copy, 20), (try_pieces, copy, 20), (try_bad_copy, copy, 20), (try_columns, columns, 4),
+             (try_keys, columns, 8),
              (try_batch, batch, 10), (try_bad_batch, batch, 10),
              (try_positions, positions, 12), (try_bad_positions, positions, 12), (try_bpe, bpe, 1),
              (try_bad_bpe, bpe, 1), (try_bpe_in_threads, bpe, 1),

@@ -14,6 +14,8 @@
 #include <emmintrin.h>
 #endif
 
+#include "_sha256.h"
+
 /* The roles and nullable keys must match record.py. */
 static const char *const ROLES[] = {"system", "user", "assistant", "tool"};
 static const char *const NULL_KEYS[] = {"name",    "tool_calls",        "tool_call_id", "function_call",
@@ -413,8 +415,68 @@ static PyObject *may_repeat_key_of(PyObject *module, PyObject *text) {
     return PyBool_FromLong(may_repeat_key((uint8_t *)data, (uint8_t *)data + size));
 }
 
+/* Record keys. */
+
+typedef struct {
+    int64_t size, start, number;
+} Sized;
+
+static int by_size(const void *one, const void *other) {
+    int64_t a = ((const Sized *)one)->size, b = ((const Sized *)other)->size;
+    return (a > b) - (a < b);
+}
+
+PyDoc_STRVAR(keys_doc,
+             "keys(data: bytes, stop) -> bytes\n\n"
+             "Return the first 16 bytes of the SHA-256 of each record. `stop` is an int64 array with the end offset of each\n"
+             "record in `data`.");
+
+static PyObject *keys(PyObject *module, PyObject *args) {
+    (void)module;
+    Py_buffer data, stop;
+    if (!PyArg_ParseTuple(args, "y*y*", &data, &stop)) return NULL;
+    Py_ssize_t count = stop.len / 8;
+    PyObject *result = PyBytes_FromStringAndSize(NULL, 16 * count);
+    Sized *records = PyMem_Malloc((count ? count : 1) * sizeof *records);
+    int fits = stop.len % 8 == 0;
+    if (result == NULL || records == NULL) goto end;
+    uint8_t *out = (uint8_t *)PyBytes_AsString(result);
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t n = 0, start = 0; fits && n < count; n++) {
+        int64_t end;
+        memcpy(&end, (const uint8_t *)stop.buf + 8 * n, 8);
+        fits = start <= end && end <= data.len;
+        records[n] = (Sized){end - start, start, n}, start = end;
+    }
+    /* Hash records of similar size at the same time. */
+    if (fits) qsort(records, count, sizeof *records, by_size);
+    int way = sha256_way();
+    for (Py_ssize_t at = 0; fits && at < count; at += way) {
+        const uint8_t *texts[SHA256_AVX512];
+        uint8_t hashes[SHA256_AVX512][32];
+        int64_t sizes[SHA256_AVX512];
+        int several = (int)(count - at < way ? count - at : way);
+        for (int n = 0; n < several; n++)
+            texts[n] = (const uint8_t *)data.buf + records[at + n].start, sizes[n] = records[at + n].size;
+        sha256_unpadded(texts, sizes, several, way, hashes);
+        for (int n = 0; n < several; n++) memcpy(out + 16 * records[at + n].number, hashes[n], 16);
+    }
+    Py_END_ALLOW_THREADS
+end:
+    PyMem_Free(records);
+    PyBuffer_Release(&data), PyBuffer_Release(&stop);
+    if (result != NULL && records != NULL && fits) return result;
+    Py_XDECREF(result);
+    if (result != NULL && records != NULL)
+        PyErr_SetString(PyExc_ValueError, "expected increasing offsets within the data");
+    else if (!PyErr_Occurred())
+        PyErr_NoMemory();
+    return NULL;
+}
+
 static PyMethodDef methods[] = {{"columns", columns, METH_VARARGS, columns_doc},
                                 {"may_repeat_key", may_repeat_key_of, METH_O, may_repeat_key_doc},
+                                {"keys", keys, METH_VARARGS, keys_doc},
                                 {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_columns", NULL, -1, methods, NULL, NULL, NULL, NULL};
 

@@ -153,12 +153,17 @@ static int sha256_way(void) {
     return SHA256_PLAIN;
 }
 
+/* Write the end of a message after its last `left` bytes. The message has `size` bytes. */
+static void sha256_pad(uint8_t *last, int64_t left, int64_t blocks, int64_t size) {
+    last[left] = 0x80;
+    for (int n = 1; n <= 8; n++) last[64 * blocks - n] = (uint8_t)((uint64_t)size * 8 >> 8 * (n - 1));
+}
+
 /* Pad a message in place and return the number of 64-byte blocks. The buffer must have room for 72 more bytes. */
-static int64_t sha256_padded(uint8_t *message, int64_t length) {
+static inline int64_t sha256_padded(uint8_t *message, int64_t length) {
     int64_t blocks = (length + 72) / 64;
     memset(message + length, 0, 64 * blocks - length);
-    message[length] = 0x80;
-    for (int n = 1; n <= 8; n++) message[64 * blocks - n] = (uint8_t)((uint64_t)length * 8 >> 8 * (n - 1));
+    sha256_pad(message, length, blocks, length);
     return blocks;
 }
 
@@ -189,9 +194,9 @@ static void sha256_range(uint32_t (*state)[8], const uint8_t **data, int count, 
     }
 }
 
-/* Compute the 32-byte hashes of up to `way` padded messages. */
-static void sha256(const uint8_t **data, const int64_t *blocks, int count, int way, uint8_t (*hashes)[32]) {
-    uint32_t state[SHA256_AVX512][8];
+/* Hash the blocks of up to `way` messages. */
+static void sha256_blocks_of(uint32_t (*state)[8], const uint8_t **data, const int64_t *blocks, int count, int way) {
+    uint32_t sorted_state[SHA256_AVX512][8];
     const uint8_t *sorted[SHA256_AVX512];
     int64_t done = 0;
     int order[SHA256_AVX512];
@@ -201,11 +206,45 @@ static void sha256(const uint8_t **data, const int64_t *blocks, int count, int w
         for (; at && blocks[order[at - 1]] < blocks[n]; at--) order[at] = order[at - 1];
         order[at] = n;
     }
-    for (int n = 0; n < count; n++) memcpy(state[n], SHA256_START, sizeof state[n]), sorted[n] = data[order[n]];
+    for (int n = 0; n < count; n++) {
+        memcpy(sorted_state[n], state[order[n]], sizeof *state);
+        sorted[n] = data[order[n]];
+    }
     for (int left = count; left; left--) {
         int64_t stop = blocks[order[left - 1]];
-        if (stop > done) sha256_range(state, sorted, left, done, stop, way), done = stop;
+        if (stop > done) sha256_range(sorted_state, sorted, left, done, stop, way), done = stop;
     }
+    for (int n = 0; n < count; n++) memcpy(state[order[n]], sorted_state[n], sizeof *state);
+}
+
+static void sha256_finish(uint32_t (*state)[8], int count, uint8_t (*hashes)[32]) {
     for (int n = 0; n < count; n++)
-        for (int b = 0; b < 32; b++) hashes[order[n]][b] = (uint8_t)(state[n][b / 4] >> (24 - 8 * (b % 4)));
+        for (int b = 0; b < 32; b++) hashes[n][b] = (uint8_t)(state[n][b / 4] >> (24 - 8 * (b % 4)));
+}
+
+/* Compute the 32-byte hashes of up to `way` padded messages. */
+static inline void sha256(const uint8_t **data, const int64_t *blocks, int count, int way, uint8_t (*hashes)[32]) {
+    uint32_t state[SHA256_AVX512][8];
+    for (int n = 0; n < count; n++) memcpy(state[n], SHA256_START, sizeof state[n]);
+    sha256_blocks_of(state, data, blocks, count, way);
+    sha256_finish(state, count, hashes);
+}
+
+/* Compute the 32-byte hashes of up to `way` messages that are not padded, without copying them. */
+static inline void sha256_unpadded(const uint8_t **data, const int64_t *sizes, int count, int way, uint8_t (*hashes)[32]) {
+    uint32_t state[SHA256_AVX512][8];
+    uint8_t last[SHA256_AVX512][128];
+    const uint8_t *ends[SHA256_AVX512];
+    int64_t whole[SHA256_AVX512], blocks[SHA256_AVX512];
+    for (int n = 0; n < count; n++) {
+        int64_t left = sizes[n] % 64;
+        memcpy(state[n], SHA256_START, sizeof state[n]);
+        whole[n] = sizes[n] / 64, blocks[n] = (left + 72) / 64, ends[n] = last[n];
+        memset(last[n], 0, sizeof last[n]);
+        memcpy(last[n], data[n] + sizes[n] - left, left);
+        sha256_pad(last[n], left, blocks[n], sizes[n]);
+    }
+    sha256_blocks_of(state, data, whole, count, way);
+    sha256_blocks_of(state, ends, blocks, count, way);
+    sha256_finish(state, count, hashes);
 }

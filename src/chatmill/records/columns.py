@@ -9,7 +9,6 @@ The parser is written in C. Without the compiled module, records are parsed one 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,11 +63,7 @@ class ChatColumns(Sequence[Record]):
 
     def keys(self) -> bytes:
         """Return the `record_key` of each record, concatenated."""
-        data, start, keys = memoryview(self.data), 0, []
-        for stop in self.record_stop.tolist():
-            keys.append(hashlib.sha256(data[start:stop]).digest()[:16])
-            start = stop
-        return b"".join(keys)
+        return _columns.keys(self.data, np.ascontiguousarray(self.record_stop, dtype=np.int64))
 
     @cached_property
     def _records(self) -> Sequence[Record]:
