@@ -113,7 +113,8 @@ def test_conversations_of_one_shape_share_a_layout_and_are_not_converted_to_reco
         laid_out = renderer.lay_out_columns(columns)
         assert isinstance(laid_out, LaidOutColumns)
         renderer.render(laid_out)
-    assert len({id(one) for one in laid_out.laid_out}) == 1
+    assert len(laid_out.laid_out.distinct) == 1
+    assert laid_out.laid_out.which.tolist() == [0] * 9
 
 
 def test_a_trace_is_compared_with_the_template_at_uses_1_2_4_8():

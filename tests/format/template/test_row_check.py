@@ -85,7 +85,8 @@ def test_a_header_of_another_turn_inside_an_answer_is_found_at_any_position():
     check = renderer._row_check()
     assert isinstance(check, RowCheck)
     expected = [record.laid_out.expected for record in laid_out]
-    check.check(rows, laid_out, expected)
+    which = np.arange(2)
+    check.check(rows, laid_out, expected, which)
     header = check.other_headers[0]
     inside = np.flatnonzero(rows.mask())
     places = [at for at in inside.tolist() if {*range(at, at + len(header))} <= {*inside.tolist()}]
@@ -94,4 +95,4 @@ def test_a_header_of_another_turn_inside_an_answer_is_found_at_any_position():
         ids = rows.ids.copy()
         ids[at : at + len(header)] = header
         with pytest.raises(RecordError, match=r"talk.jsonl:7: the answer of message [13] "):
-            check.check(replace(rows, ids=ids), laid_out, expected)
+            check.check(replace(rows, ids=ids), laid_out, expected, which)

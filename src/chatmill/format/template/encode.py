@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from chatmill.tokenizer.backend import TextColumns
 from chatmill.tokenizer.control_encoder import ControlEncoder
 
 RECORD_FIELDS = attrgetter(*Record.__struct_fields__)
-_NOTES, _LAYOUT, _WEIGHT = attrgetter("notes"), attrgetter("layout"), attrgetter("weight")
+_LAYOUT, _WEIGHT = attrgetter("layout"), attrgetter("weight")
 
 
 class LaidOut(NamedTuple):
@@ -45,6 +45,28 @@ class LaidOut(NamedTuple):
     """The weight of each rendered character according to `train_ranges`, or None if the record has no ranges."""
 
 
+@dataclass(frozen=True)
+class LaidOutBatch:
+    """The layouts of consecutive conversations; conversations that are stored in columns share layouts.
+
+    Each layout with `slots` belongs to one conversation. These layouts are in the order of their conversations.
+    """
+
+    distinct: list[LaidOut]
+    which: Index
+    """For each conversation, the index of its layout in `distinct`."""
+
+    @classmethod
+    def of(cls, laid_out: Sequence[LaidOut]) -> LaidOutBatch:
+        return cls(list(laid_out), np.arange(len(laid_out)))
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def __getitem__(self, row: int) -> LaidOut:
+        return self.distinct[int(self.which[row])]
+
+
 class LaidOutRecord(Record, frozen=True, kw_only=True):
     laid_out: Any
     """A `LaidOut`."""
@@ -56,7 +78,7 @@ def laid_out_record(record: Record, laid_out: LaidOut) -> LaidOutRecord:
 
 def encode_rows(
     records: Sequence[Record],
-    laid_out: Sequence[LaidOut],
+    laid_out: LaidOutBatch,
     encoder: ControlEncoder,
     tables: LayoutTables,
     *,
@@ -84,15 +106,19 @@ def encode_rows(
             first = at + 1
         parts.append(rows[first:] if first else rows)
     else:
-        parts = [rows_encoder.as_whole(one, at) for at, one in enumerate(laid_out)]
+        parts = [rows_encoder.as_whole(laid_out[at], at) for at in range(len(records))]
     out = parts[0] if len(parts) == 1 else concat(parts)
     if check is not None:
-        check.check(out, records, [one.expected for one in laid_out if one.expected is not None])
+        expected = [one.expected for one in laid_out.distinct if one.expected is not None]
+        check.check(out, records, expected, laid_out.which)
     by_range = rows_encoder.range_weights(records, laid_out, out)
     _apply_weights(records, out.spans, out.first_span)
     weigh(out.spans, out.first_span, train_on)
     origins, files = origins_of(records)
-    for note, count in Counter(chain.from_iterable(map(_NOTES, laid_out))).items():
+    notes = Counter[str]()
+    for one, rows_of in zip(laid_out.distinct, np.bincount(laid_out.which).tolist(), strict=True):
+        notes.update(dict.fromkeys(one.notes, rows_of) if rows_of else {})
+    for note, count in notes.items():
         ledger.add("noted", note, rows=count)
     if rows_encoder.straddling:
         ledger.add("noted", "straddling_token", tokens=rows_encoder.straddling)
@@ -140,15 +166,18 @@ class _RowEncoder:
     straddling: int = 0
     """Number of tokens that span the boundary of an answer."""
 
-    def by_sections(self, laid_out: Sequence[LaidOut]) -> tuple[Rows, NDArray[np.bool_]]:
+    def by_sections(self, laid_out: LaidOutBatch) -> tuple[Rows, NDArray[np.bool_]]:
         """Encode all rows in one batch. Also return which rows have a cell boundary whose token position is not exactly
         known.
         """
-        laid_out, inexact = self._with_text_tokens(laid_out)
-        rows = self.tables.rows([*map(_LAYOUT, laid_out)])
+        distinct, whole = self._with_text_tokens(laid_out.distinct)
+        laid_out, inexact = replace(laid_out, distinct=distinct), whole[laid_out.which]
+        rows = self.tables.rows([*map(_LAYOUT, laid_out.distinct)], laid_out.which)
         table = rows.table
         if len(table.around) > MAX_KINDS:
-            laid_out = [one._replace(slots=self._slots(one, at)) for at, one in enumerate(laid_out)]
+            laid_out = LaidOutBatch.of(
+                [laid_out[at]._replace(slots=self._slots(laid_out[at], at)) for at in range(len(laid_out))]
+            )
         cells, num_cells = rows.items(table.first_cell)
         numbers, num_sections = rows.items(table.first_section)
         encoded = self._encoded(laid_out, table, numbers, num_sections)
@@ -172,15 +201,13 @@ class _RowEncoder:
         starts[in_section], lengths[in_section] = first, last - first
         return rows.rows(lengths, copy_tokens(encoded.ids, starts, lengths, table.ids)), inexact
 
-    def _encoded(
-        self, laid_out: Sequence[LaidOut], table: LayoutTable, numbers: Index, num_sections: Index
-    ) -> _Sections:
+    def _encoded(self, laid_out: LaidOutBatch, table: LayoutTable, numbers: Index, num_sections: Index) -> _Sections:
         """Encode the sections of all rows.
 
         `numbers` contains the index of each section in `table`, and `num_sections` the number of sections in each row.
         """
-        in_columns = np.array([one.slots is None for one in laid_out], dtype=bool)
-        of_columns = np.repeat(in_columns, num_sections)
+        in_columns = np.array([one.slots is None for one in laid_out.distinct], dtype=bool)
+        of_columns = np.repeat(in_columns[laid_out.which], num_sections)
         ids, literal_bytes = EMPTY.ids, table.literal_bytes[numbers]
         first, last, size = np.zeros((3, len(numbers)), dtype=np.int64)
         if of_columns.any():
@@ -196,10 +223,12 @@ class _RowEncoder:
         if of_columns.all():
             return _Sections(ids, first, last, size, literal_bytes, {})
         others = np.flatnonzero(~of_columns)
-        filled = _section_texts(laid_out)
+        filled = _section_texts(laid_out.distinct)
         stripped: dict[int, int] = {}
         if self.encoder.lstrip or self.encoder.rstrip:
-            sections = (section for one in laid_out if one.slots is not None for section in one.layout.sections)
+            sections = (
+                section for one in laid_out.distinct if one.slots is not None for section in one.layout.sections
+            )
             both = [self.encoder.strip(text, one.before, one.after) for text, one in zip(filled, sections, strict=True)]
             filled, counts = [text for text, _ in both], [count for _, count in both]
             stripped = dict(zip(others.tolist(), counts, strict=True))
@@ -210,10 +239,10 @@ class _RowEncoder:
         ids = np.concatenate([ids, more]) if len(ids) else more
         return _Sections(ids, first, last, size, literal_bytes, stripped)
 
-    def _with_text_tokens(self, laid_out: Sequence[LaidOut]) -> tuple[Sequence[LaidOut], NDArray[np.bool_]]:
+    def _with_text_tokens(self, laid_out: list[LaidOut]) -> tuple[list[LaidOut], NDArray[np.bool_]]:
         """Give each text token (an added token in the text of a message) a separate cell in the layout of its row.
 
-        Also return which rows must be encoded as a single text, because a text token spans a cell boundary or the
+        Also return which layouts must be encoded as a single text, because a text token spans a cell boundary or the
         tokenizer normalizes the text. Conversations that are stored in columns contain no text tokens.
         """
         whole = np.zeros(len(laid_out), dtype=bool)
@@ -240,7 +269,7 @@ class _RowEncoder:
 
     def _border_positions(
         self,
-        laid_out: Sequence[LaidOut],
+        laid_out: LaidOutBatch,
         encoded: _Sections,
         table: LayoutTable,
         borders: Index,
@@ -257,7 +286,8 @@ class _RowEncoder:
         stripped = encoded.stripped
         by_text = np.flatnonzero(np.isin(section, list(stripped)) if stripped else offset < 0).tolist()
         if by_text:
-            texts = [(text, one.slots or []) for one in laid_out for text in one.layout.border_text]
+            layouts = [laid_out[row] for row in range(len(laid_out))]
+            texts = [(text, one.slots or []) for one in layouts for text in one.layout.border_text]
             for at in by_text:
                 before = fill_slots(*texts[at])[stripped.get(int(section[at]), 0) :]
                 offset[at] = min(len(before.encode()), size[at])
@@ -267,9 +297,10 @@ class _RowEncoder:
         self.straddling += int(straddles.sum())
         return np.where(straddles, position - 1, position) if self.tags else position, exact
 
-    def range_weights(self, records: Sequence[Record], laid_out: Sequence[LaidOut], rows: Rows) -> TokenWeights | None:
+    def range_weights(self, records: Sequence[Record], laid_out: LaidOutBatch, rows: Rows) -> TokenWeights | None:
         """Return the weight of each token according to `train_ranges`, or None if no record has ranges."""
-        ranged = [at for at, one in enumerate(laid_out) if one.char_weights is not None]
+        has_weights = np.array([one.char_weights is not None for one in laid_out.distinct])
+        ranged = np.flatnonzero(has_weights[laid_out.which]).tolist()
         if not ranged:
             return None
         out = TokenWeights.none(len(rows.ids))
@@ -322,7 +353,7 @@ class _RowEncoder:
             if straddles and layout.border_of_answer[layout.border[cell]]:
                 self.straddling += 1
                 places[cell + 1] -= int(self.tags)
-        return LayoutTables().rows([layout]).rows(np.diff(places), ids)
+        return LayoutTables().rows([layout], np.zeros(1, dtype=np.int64)).rows(np.diff(places), ids)
 
 
 def _section_texts(laid_out: Sequence[LaidOut]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from chatmill.errors import RecordError
 from chatmill.format.template.control_tokens import ControlTokens
-from chatmill.format.template.encode import RECORD_FIELDS, LaidOut, laid_out_record
+from chatmill.format.template.encode import RECORD_FIELDS, LaidOut, LaidOutBatch, laid_out_record
 from chatmill.format.template.trace_cache import CachedTrace, ShapeKey
 from chatmill.records import ROLES, ChatColumns, Record
 from chatmill.records.record import new_message, new_record
@@ -25,7 +26,7 @@ from chatmill.records.record import new_message, new_record
 class LaidOutColumns(ChatColumns):
     """Conversations that are stored in columns, with the token layout of each conversation."""
 
-    laid_out: list[LaidOut]
+    laid_out: LaidOutBatch
 
 
 class RefusedRecord(Record, frozen=True, kw_only=True):
@@ -84,23 +85,32 @@ def lay_out_columns(
     has_empty = columns.start == columns.stop
     odd = holding | {*(np.searchsorted(columns.first_message, np.flatnonzero(has_empty), side="right") - 1).tolist()}
     roles, first = columns.roles.tobytes(), columns.first_message.tolist()
-    laid_out: list[LaidOut] = []
-    for row in range(len(columns)):
-        key = (False, roles[first[row] : first[row + 1]])
-        trace = None if row in odd else plain(key)
-        if trace is not None and not trace.use():
-            laid_out.append(trace.laid_out)
+    known: dict[bytes, tuple[CachedTrace, int]] = {}
+    distinct: list[LaidOut] = []
+    which: list[int] = []
+    for row, (start, stop) in enumerate(pairwise(first)):
+        shape = roles[start:stop]
+        shared = None
+        if row not in odd:
+            shared = known.get(shape)
+            if shared is None and (trace := plain((False, shape))) is not None:
+                shared = known[shape] = trace, len(distinct)
+                distinct.append(trace.laid_out)
+        if shared is not None and not shared[0].use():
+            which.append(shared[1])
             continue
         texts = columns.texts(row)
         record = partial(conversation, columns, row, texts)
         try:
-            if trace is None:
-                laid_out.append(lay_out(key, texts, record))
+            if shared is None:
+                distinct.append(lay_out((False, shape), texts, record))
+                which.append(len(distinct) - 1)
             else:
-                confirm(trace, texts, record)
-                laid_out.append(trace.laid_out)
+                confirm(shared[0], texts, record)
+                which.append(shared[1])
         except RecordError as fault:
-            return _up_to_refused(columns, laid_out, fault)
+            return _up_to_refused(columns, [distinct[at] for at in which], fault)
+    laid_out = LaidOutBatch(distinct, np.array(which, dtype=np.int64))
     return LaidOutColumns(**{name.name: getattr(columns, name.name) for name in fields(columns)}, laid_out=laid_out)
 
 

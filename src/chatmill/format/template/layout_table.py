@@ -103,15 +103,17 @@ class LayoutTables:
     def __init__(self) -> None:
         self._kept: _Kept | None = None
 
-    def rows(self, layouts: Sequence[TokenLayout]) -> RowCells:
-        """Return a layout table, and the index of each row's layout in the table."""
+    def rows(self, layouts: Sequence[TokenLayout], which: Index) -> RowCells:
+        """Return a layout table, and the index of each row's layout in the table. `which` contains the index in
+        `layouts` for each row.
+        """
         by_id = {id(layout): layout for layout in layouts}
         # Read `_kept` only once, because another thread may replace it at any time.
         kept = self._kept
         if kept is None or not by_id.keys() <= kept[1].keys():
             self._kept = kept = _with(kept, by_id)
         table, numbers = kept
-        return RowCells(table, np.array([numbers[key][0] for key in map(id, layouts)], dtype=np.int64))
+        return RowCells(table, np.array([numbers[id(layout)][0] for layout in layouts], dtype=np.int64)[which])
 
 
 def _with(kept: _Kept | None, by_id: dict[int, TokenLayout]) -> _Kept:

@@ -23,7 +23,7 @@ from chatmill.format.template.answer_check import check_answers, without_prompt_
 from chatmill.format.template.answers.derived import DerivedAnswers, Note
 from chatmill.format.template.control_tokens import ControlTokens
 from chatmill.format.template.derive_ahead import derive_ahead, first_of_shapes
-from chatmill.format.template.encode import LaidOut, LaidOutRecord, encode_rows, laid_out_record
+from chatmill.format.template.encode import LaidOut, LaidOutBatch, LaidOutRecord, encode_rows, laid_out_record
 from chatmill.format.template.hf_folder import HFFolder
 from chatmill.format.template.laid_out_columns import ColumnSearch, LaidOutColumns, RefusedRecord, lay_out_columns
 from chatmill.format.template.layout import token_layout
@@ -231,7 +231,7 @@ class TemplateRenderer:
         return render_slices(render, batch, ledger=ledger, threads=1 if has_kwargs else threads)
 
     def _encode_batch(self, batch: Sequence[LaidOutRecord], **options: Any) -> Rows:
-        return self._encode(batch, [record.laid_out for record in batch], **options)
+        return self._encode(batch, LaidOutBatch.of([record.laid_out for record in batch]), **options)
 
     def _encode_variants(self, batch: Sequence[LaidOutRecord], **options: Any) -> Rows:
         """Encode records with different `chat_template_kwargs`, and return the rows in the order of the records."""
@@ -369,7 +369,7 @@ class TemplateRenderer:
                 laid_out = laid_out._replace(notes=(*laid_out.notes, LEFT_OUT))
             if self.encoder.normalizes or laid_out.char_weights is not None:
                 # Encode the record to check that its answers and ranges can be mapped to tokens.
-                self._encode([turns], [laid_out], train_on="assistant", tags=False, ledger=Ledger())
+                self._encode([turns], LaidOutBatch.of([laid_out]), train_on="assistant", tags=False, ledger=Ledger())
         except RecordError as fault:
             raise fault.at(record.file, record.line, record.id) from None
         return laid_out_record(turns, laid_out)
@@ -436,9 +436,9 @@ class TemplateRenderer:
         """
         return None if self.mask == "tags" else self._headers.row_check(self._turn_marks)
 
-    def _encode(self, records: Sequence[Record], laid_out: Sequence[LaidOut], **options: Any) -> Rows:
+    def _encode(self, records: Sequence[Record], laid_out: LaidOutBatch, **options: Any) -> Rows:
         # Skip the row check for layouts without answers, such as prompts.
-        check = self._row_check() if all(one.expected is not None for one in laid_out) else None
+        check = self._row_check() if all(one.expected is not None for one in laid_out.distinct) else None
         options |= {"text_tokens": self.text_tokens, "check": check}
         return encode_rows(records, laid_out, self.encoder, self._tables, **options)
 

@@ -93,25 +93,22 @@ class RowCheck:
         self._is_mark = np.zeros(vocab_size, dtype=bool)
         self._is_mark[self._marks] = True
 
-    def check(self, rows: Rows, records: Sequence[Record], expected: Sequence[ExpectedAnswers]) -> None:
+    def check(self, rows: Rows, records: Sequence[Record], expected: Sequence[ExpectedAnswers], which: Index) -> None:
         """Raise a `RecordError` for the first answer that starts or ends at the wrong token or contains the header of
-        another turn.
+        another turn. `which` contains the index in `expected` for each row.
         """
-        distinct = {id(one): one for one in expected}
         answers = _answers(rows)
-        number = {key: at for at, key in enumerate(distinct)}
-        which = np.array([number[id(one)] for one in expected])
-        counts = np.array([len(one.lengths) for one in distinct.values()])
+        counts = np.array([len(one.lengths) for one in expected])
         other = np.flatnonzero(np.bincount(answers.row, minlength=len(rows)) != counts[which])
         if len(other):
             raise _fault(records[other[0]], "the row does not have the expected number of answers", "foreign_text")
         if not len(answers.row):
             return
-        # For each answer in the rows, the index of its header in the concatenated headers of `distinct`.
+        # For each answer in the rows, the index of its header in the concatenated headers of `expected`.
         of_answer = np.repeat(offsets(counts)[which], counts[which]) + run_positions(counts[which])
         ids, places = rows.ids, self._places(rows.ids)
         for broken, what, kind in (
-            (~self._begins(ids, answers, list(distinct.values()), of_answer), NOT_PROMPTED, "prompt_mismatch"),
+            (~self._begins(ids, answers, expected, of_answer), NOT_PROMPTED, "prompt_mismatch"),
             (self._holds_header(ids, places, answers), "contains the header of another turn", "foreign_text"),
             (self._goes_on(ids, places, answers), "continues after a token that ends a turn", "foreign_text"),
             (~self._ends(ids, answers), "does not end with a token that ends a turn", NO_END),
