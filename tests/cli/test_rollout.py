@@ -144,7 +144,7 @@ ANSWERED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "
         ("truth.jsonl", lambda lines: lines[1].update(id=1), "truth.jsonl:2 (id=1): the id is already used in line 1"),
         ("truth.jsonl", lambda lines: lines[0].pop("objects"), "the record has no objects"),
         ("truth.jsonl", lambda lines: lines[0].update(objects=3), "objects is a number"),
-        ("truth.jsonl", lambda lines: lines[0].update(objects=[CAT, 3]), "object 1 is a number"),
+        ("truth.jsonl", lambda lines: lines[0].update(objects=[CAT, 3]), "objects[1] is a number"),
         ("truth.jsonl", lambda lines: lines[0].update(objects=[{"desc": "x"}]), "(id=1): a true object does not fit"),
         ("truth.jsonl", lambda lines: lines[0].update(messages=ANSWERED), "the last message is an assistant message"),
         ("truth.jsonl", lambda lines: lines[0].update(messages=[]), "truth.jsonl:1 (id=1): "),
