@@ -30,6 +30,7 @@ TESTS = {
     "load/test_stored_rows.py": ["numpy", "msgspec", "tokenizers"],
     "records/test_columns.py": ["numpy", "msgspec"],
     "tokenizer/test_byte_bpe.py": ["numpy", "msgspec", "tokenizers"],
+    "tokenizer/test_token_positions.py": ["numpy", "msgspec", "tokenizers"],
 }
 """Test files of the C extensions, with the modules that they require in addition to PYTEST."""
 LEFT_OUT = [
