@@ -346,6 +346,7 @@ class _RolloutRun:
             sharded=False,
             keep=keep,
             about=files,
+            chat_format=self.task.renderer.to_json(),
             save_dtype=self.config.save_dtype,
         )
 

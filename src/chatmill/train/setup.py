@@ -45,6 +45,7 @@ from chatmill.train.preflight import (
 from chatmill.train.run_dir import METRICS, config_changes, open_resumed
 from chatmill.train.run_length import RunLength, run_length
 from chatmill.train.sharded_load import OpenedModel, open_for_shards
+from chatmill.train.saved_template import format_of, template_notes, template_record
 from chatmill.train.start_notes import NonAnswers, cache_lengths, count_non_answers
 from chatmill.train.step import LRSchedule, StepCounts, Stepper
 from chatmill.train.untrained import check_trained
@@ -112,6 +113,8 @@ class TrainState:
     """The last checkpoint that the run wrote or resumed from."""
     base: Mapping[str, str] | None = None
     """Folder and weight hash of the base model, on rank 0 of a run that trains adapters."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """The entry of training.json about chat templates of the initial model that saved models do not contain."""
     notes: list[str] = field(default_factory=list)
     """Messages to print when the run starts."""
     non_answers: NonAnswers | None = None
@@ -198,6 +201,8 @@ def open_run(
         state.non_answers = world.together(lambda: count_non_answers(loader) if world.is_first else None)
         # Print the note about use_loss_mask early, because training without the loss mask is usually a mistake.
         state.notes += [] if state.non_answers is None else [str(state.non_answers)]
+        state.template, about_template = world.together(lambda: _templates(stepper.model, loader))
+        state.notes += about_template
         state.notes += _notes(state, checkpoint, folder, same_data=same_data)
         state.notes += [*mix_notes, *cache_lengths(loader)]
         if config.eval_interval:
@@ -270,6 +275,15 @@ def _open_data(
                 f"to continue"
             )
     return loader, same
+
+
+def _templates(model: CausalModel, loader: EpisodeLoader) -> tuple[dict[str, Any], list[str]]:
+    """Return the entry of training.json about the chat template, and notes if saved models get another template."""
+    folder, source = model.tokenizer_folder, loader.sources[0]
+    if folder is None:
+        return {}, []
+    chat_format = format_of(source)
+    return template_record(folder, chat_format), list(template_notes(folder, chat_format, str(source.path)))
 
 
 def _open_audit(
