@@ -250,8 +250,9 @@ def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, sa
             )
     yield from stage.length.notes
     if not same_data:
-        # Print the note only once per stage, because the data order does not change within a stage.
+        # Print these notes only once per stage, because the data order does not change within a stage.
         yield from stage.length.left_out_note(loader)
+        yield from stage.length.short_note(state.config)
 
 
 def _open_data(
