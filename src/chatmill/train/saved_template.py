@@ -103,8 +103,13 @@ def write_templates(folder: Path, format: Any) -> None:
         files.write_file(folder / TOKENIZER_CONFIG, text.encode(), overwrite=True)
 
 
-def template_notes(base: Path, format: Any, data: str) -> Iterator[str]:
-    """Yield a warning if a model trained on `data` is saved with other chat templates than its base model."""
+PREPARE_AGAIN = "prepare the data again with --format template"
+
+
+def template_notes(base: Path, format: Any, data: str, *, remedy: str = PREPARE_AGAIN) -> Iterator[str]:
+    """Yield a warning if a model trained on `data` is saved with other chat templates than its base model. `remedy` is
+    the advice on how to train with the template of the base model.
+    """
     templates = replaced_templates(base, format)
     if templates is None:
         return
@@ -119,8 +124,7 @@ def template_notes(base: Path, format: Any, data: str) -> Iterator[str]:
         yield (
             f"warning: {data} was rendered with the format {format_label(format)}, but {base} has the {theirs}; saved "
             "models get no chat template, because transformers and vLLM would prompt them with a template that they "
-            f"were not trained on; chatmill chat uses {format_label(format)}; to keep the template, prepare the data "
-            "again with --format template"
+            f"were not trained on; chatmill chat uses {format_label(format)}; to keep the template, {remedy}"
         )
 
 
