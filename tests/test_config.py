@@ -63,7 +63,7 @@ def test_keys_are_declared_once_and_inherited_in_order():
     ],
 )
 def test_a_key_without_a_check_accepts_the_values_of_its_type(name, value, expected):
-    assert misfits(keys_of(Example), {name: value}) == [(name, value, expected)]
+    assert misfits(keys_of(Example), {name: value}) == [(name, value, expected, None)]
     with pytest.raises(UsageError, match="expected"):
         Example(**{"width": 1, name: value})
 

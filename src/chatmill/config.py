@@ -45,6 +45,8 @@ class ValueCheck:
 
     expected: str
     accepts: Callable[[Any], bool]
+    fault: Callable[[Any], str | None] = lambda value: None
+    """Returns what is wrong with a value that is not accepted, if `expected` alone does not tell."""
 
 
 def integer(least: int, most: int | None = None) -> ValueCheck:
@@ -70,7 +72,7 @@ def named(what: str) -> ValueCheck:
 
 def optional(check: ValueCheck) -> ValueCheck:
     """Return a check that accepts None and every value that `check` accepts."""
-    return ValueCheck(f"{check.expected}, or null", lambda value: value is None or check.accepts(value))
+    return ValueCheck(f"{check.expected}, or null", lambda value: value is None or check.accepts(value), check.fault)
 
 
 SHARE = ValueCheck(
@@ -169,15 +171,18 @@ class Misfit(NamedTuple):
     name: str
     value: Any
     expected: str
+    fault: str | None = None
+    """What is wrong with the value, such as the name of an unknown key in it."""
 
     def __str__(self) -> str:
-        return f"{self.name} is {_shown(self.value)}; expected {self.expected}"
+        fault = "" if self.fault is None else f", {self.fault}"
+        return f"{self.name} is {_shown(self.value)}{fault}; expected {self.expected}"
 
 
 def misfits(keys: Mapping[str, Key], values: Mapping[str, Any]) -> list[Misfit]:
     """Return the invalid values among the given config values."""
     return [
-        Misfit(name, value, keys[name].check.expected)
+        Misfit(name, value, keys[name].check.expected, keys[name].check.fault(value))
         for name, value in values.items()
         if name in keys and not keys[name].check.accepts(value)
     ]
@@ -260,6 +265,7 @@ def from_flags(config: type[Config], flags: Mapping[str, str]) -> dict[str, Any]
     keys = keys_of(config)
     values = {name: _flag_value(text, keys[name].check) for name, text in flags.items()}
     if faults := misfits(keys, values):
+        faults = [each._replace(fault=each.fault or _json_fault(each.value)) for each in faults]
         raise UsageError(f"the flags: {'; '.join(map(str, faults))}")
     return values
 
@@ -275,6 +281,12 @@ def _flag_value(text: str, check: ValueCheck) -> Any:
     except (ValueError, RecursionError):
         return text
     return value if check.accepts(value) or not check.accepts(text) else text
+
+
+def _json_fault(value: Any) -> str | None:
+    """Return a message if a flag's value is an object or a list that is not valid JSON."""
+    is_nested = isinstance(value, str) and value.lstrip()[:1] in ("{", "[")
+    return "which is not valid JSON" if is_nested else None
 
 
 # Files.

@@ -214,6 +214,9 @@ def test_a_state_of_another_order_is_refused_with_the_differences(places, change
     with pytest.raises(UsageError, match="the loader state does not match: ") as caught:
         Ranks(places, changes, 1).load(state)
     assert what in str(caught.value)
+    assert str(caught.value).endswith(
+        "; use the old values, or start a new run (with chatmill train, another --model_name)"
+    )
 
 
 def test_a_state_is_accepted_if_only_the_batch_layout_changed(places):

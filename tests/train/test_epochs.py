@@ -22,7 +22,7 @@ from chatmill.train.command import run
 from chatmill.train.config import TrainConfig, layered
 from chatmill.train.loop import train_model
 from chatmill.train.run_dir import read_metrics
-from chatmill.train.run_length import run_length
+from chatmill.train.run_length import RunLength, run_length
 
 EPOCHS = {"max_iters": None, "pad_token_id": 0}
 
@@ -109,8 +109,36 @@ def test_episodes_that_do_not_fill_a_batch_are_reported(data, epochs, count, whi
     loader = EpisodeLoader(data, settings, ahead=0, tensors=False)
     [note] = run_length(settings, loader).left_out_note(loader)
     assert note.startswith(
-        f"{count} of 61 episodes do not fill a batch at the end of {which} and are dropped; set epoch_drop_last"
+        f"{count} of 61 episodes do not fill a batch at the end of {which} and are dropped; add --epoch_drop_last false"
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"batch_size": 61}, "the run has only 1 optimizer step; raise --epochs to train longer"),
+        ({"batch_size": 7}, "the run has only 8 optimizer steps; raise --epochs to train longer"),
+        ({"batch_size": 6}, None),
+        ({"batch_size": 61, "epochs": 10}, None),
+        ({"batch_size": 61, "max_iters": 1}, None),
+    ],
+)
+def test_a_run_with_few_steps_says_how_to_train_longer(data, changes, note):
+    settings = config(**{**EPOCHS, **changes})
+    loader = EpisodeLoader(data, settings, ahead=0, tensors=False)
+    assert list(run_length(settings, loader).short_note(settings)) == ([] if note is None else [note])
+
+
+def test_a_short_post_training_run_suggests_smaller_batches():
+    [note] = RunLength(1).short_note(config(post_training=True, max_iters=None))
+    assert note == "the run has only 1 optimizer step; lower --batch_size for more steps"
+
+
+def test_a_short_run_prints_its_number_of_steps_when_it_starts(data, tmp_path, capsys):
+    train_model(config(**{**EPOCHS, "batch_size": 40}), model_name="run", dataset_dir=data, out_dir=tmp_path)
+    err = capsys.readouterr().err
+    assert "are dropped; add --epoch_drop_last false to train on these episodes\n" in err
+    assert "the run has only 1 optimizer step; raise --epochs to train longer\n" in err
 
 
 def test_raising_epochs_continues_a_run_in_the_same_order(data, tmp_path):

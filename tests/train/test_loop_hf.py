@@ -186,7 +186,7 @@ def test_adapters_load_from_any_directory_without_a_network(base, sums_data, tmp
     for folder in (here, there):
         folder.mkdir()
     shutil.copytree(base, here / "model")
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
         (here / "model" / name).write_text("{}")
     monkeypatch.chdir(here)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -197,7 +197,7 @@ def test_adapters_load_from_any_directory_without_a_network(base, sums_data, tmp
     monkeypatch.setattr(socket.socket, "connect", refused)
     monkeypatch.setattr(socket, "getaddrinfo", refused)
     adapters = trained(sums_data, tmp_path, init_from_model="model", max_iters=1, **ADAPTERS).checkpoint / "model"
-    assert {"tokenizer_config.json", "chat_template.jinja"} <= {path.name for path in adapters.iterdir()}
+    assert {"tokenizer_config.json", "special_tokens_map.json"} <= {path.name for path in adapters.iterdir()}
     shutil.copytree(adapters, there / "copy")
     monkeypatch.chdir(there)
     opened = open_chat_model("copy", device="cpu")

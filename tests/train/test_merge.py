@@ -24,7 +24,7 @@ with warnings.catch_warnings():
 IDS = torch.tensor([[1, 5, 9, 3, 7, 2, 4]])
 PLACES = torch.arange(7)[None], torch.zeros(1, 7, dtype=torch.int32)
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-TRAINING = {"tokenizer_sha256": None, "step": 7, "format": {"name": "chatml"}}
+TRAINING = {"tokenizer_sha256": None, "step": 7, "format": {"name": "template", "template": TEMPLATE}}
 
 
 def adapters_on(name: str, dtype: torch.dtype, folder: Path, **sizes) -> Path:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from model_fixtures import small_gpt
-from train_fixtures import curve, prepare, ranks, trained, weights
+from train_fixtures import config, curve, prepare, ranks, trained, weights
 
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.train.checkpoint import save
@@ -15,6 +16,7 @@ from chatmill.train.checkpoint_files import list_checkpoints, model_folder
 from chatmill.train.config import OptimizerConfig
 from chatmill.train.distributed import World
 from chatmill.train.load_model import open_ready
+from chatmill.train.loop import train_model
 from chatmill.train.step import make_optimizer
 
 OFTEN = {"save_interval": 1, "keep_checkpoints": 8}
@@ -224,3 +226,46 @@ def test_damage_found_by_one_rank_stops_all_ranks(undisturbed, sums_data, tmp_pa
     said = ranks(2, run)
     assert said[0] == said[1]
     assert "model.safetensors: is damaged" in said[0]
+
+
+def resumed_notes(dataset, out_dir, capsys, **changes) -> list[str]:
+    """Resume a run with other settings; return the notes that it prints before its first step."""
+    settings = config(**{"save_interval": 0, **changes})
+    train_model(settings, model_name="run", dataset_dir=dataset, out_dir=out_dir, resume="auto")
+    return capsys.readouterr().err.splitlines()
+
+
+def test_a_resumed_run_prints_the_settings_that_changed(sums_data, tmp_path, capsys):
+    trained(sums_data, tmp_path, max_iters=2, save_interval=2)
+    notes = resumed_notes(sums_data, tmp_path, capsys, max_iters=3, learning_rate=5e-3)
+    first = next(number for number, note in enumerate(notes) if note.startswith("resuming from "))
+    assert notes[first + 1 : first + 4] == [
+        "max_iters was 2, but is now 3",
+        "learning_rate was 0.01, but is now 0.005",
+        "save_interval was 2, but is now 0",
+    ]
+    assert not any(", but is now" in note for note in notes[first + 4 :])
+
+
+def test_a_resumed_run_names_the_old_and_the_new_data_and_warns_about_another_format(sums_data, tmp_path, capsys):
+    trained(sums_data, tmp_path, max_iters=2)
+    same = prepare(tmp_path, "same", seed=5)
+    notes = resumed_notes(same, tmp_path, capsys, max_iters=1)
+    [change] = [note for note in notes if note.startswith("the data changed")]
+    assert re.match(
+        rf"the data changed from {sums_data} \(\w{{12}}…\) to {same} \(\w{{12}}…\): the data order starts", change
+    )
+    assert not any(note.startswith("warning: the earlier steps") for note in notes)
+    # A byte-level tokenizer numbers the control tokens of all presets alike, so only the format differs.
+    other = prepare(tmp_path, "other", "--format", "primer", seed=5)
+    notes = resumed_notes(other, tmp_path, capsys, max_iters=1, check_tokenizer=False)
+    [warning] = [note for note in notes if note.startswith("warning: the earlier steps")]
+    assert warning.startswith(
+        f"warning: the earlier steps trained on data with the format chatml, but {other} has the format primer; "
+    )
+
+
+def test_a_resume_with_another_batch_size_says_how_to_continue(sums_data, tmp_path):
+    trained(sums_data, tmp_path, max_iters=2)
+    with pytest.raises(UsageError, match=r"batch_size was 4, but is now 2; use the old values, or start a new run \("):
+        trained(sums_data, tmp_path, resume="auto", batch_size=2)

@@ -15,6 +15,7 @@ from chatmill.rollout.loop import train_rollouts
 from chatmill.train.chat_model import open_chat_model
 from chatmill.train.checkpoint_files import model_folder
 from chatmill.train.load_model import open_model
+from chatmill.train.saved_template import read_templates
 
 
 def test_rollout_training_of_a_hugging_face_model_replays_bitwise(tmp_path):
@@ -37,6 +38,21 @@ def test_rollout_training_of_a_hugging_face_model_replays_bitwise(tmp_path):
         chat = open_chat_model(runs[0], device="cpu")
         question = [Message("user", "what is here?")]
         assert chat.prompt(question) == open_task(str(folder), None).renderer.prompt_ids(Record(question))
+
+
+def test_a_model_trained_on_rollouts_in_another_format_is_saved_without_its_template(tmp_path, capsys):
+    folder = write_model(tmp_path / "model")
+    write_truth(tmp_path / "truth.jsonl")
+    for format, kept in (("template", True), ("chatml", False)):
+        settings = {**run_settings(tmp_path, folder), "format": format, "max_iters": 2}
+        result = train_rollouts(RolloutConfig.from_mapping(settings), tmp_path / format)
+        assert bool(read_templates(result.checkpoint / "model")) == kept
+        training = json.loads((result.checkpoint / "model" / "training.json").read_text())
+        assert ("chat_template" in training) != kept
+        err = capsys.readouterr().err
+        assert ("saved models get no chat template" in err) != kept
+    assert "truth.jsonl was rendered with the format chatml, but " in err
+    assert "; to keep the template, set format to template" in err
 
 
 def test_two_ranks_give_the_same_rollouts_and_losses_as_one(tmp_path):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from train_fixtures import SMALL, prepare
 from chatmill.cli.guard import guarded
 from chatmill.cli.main import main as chatmill
 from chatmill.errors import ChatmillError, DataError, UsageError
-from chatmill.train.command import errors_of_first_rank, main
+from chatmill.train.command import OTHER_NAMES, errors_of_first_rank, main, parser
 from chatmill.train.distributed import World
 from chatmill.train.run_dir import read_metrics
 
@@ -177,6 +178,13 @@ def test_chatmill_train_reports_errors_in_one_line(place, monkeypatch, capsys):
     for args, code, said in (
         (["--model_name", "x"], 2, "chatmill: dataset_dir is missing; pass --dataset_dir, set "),
         (["--bogus", "1"], 2, "chatmill: unrecognized arguments: --bogus 1; see chatmill train --help\n"),
+        (
+            ["--max_steps", "1", "--max-seq-length=64", "--bogus", "--lora_r", "8"],
+            2,
+            "chatmill: unrecognized arguments: --max_steps 1 --max-seq-length=64 --bogus --lora_r 8; for max_steps, "
+            "use --max_iters; for max_seq_length, use --block_size; for lora_r, use --lora '{\"r\": 16}'; see chatmill "
+            "train --help\n",
+        ),
         ([], 2, "chatmill: --model_name is missing; expected a name for the run\n"),
         (
             flags("--grad_clip", "-1", "--seed", "x"),
@@ -194,6 +202,13 @@ def test_chatmill_train_reports_errors_in_one_line(place, monkeypatch, capsys):
         assert err.startswith(said.rstrip("\n"))
         assert err.count("\n") == 1
     assert not Path("checkpoints").exists()
+
+
+def test_suggested_flags_exist_and_the_flags_that_they_replace_do_not():
+    known = {flag for action in parser("chatmill train")._actions for flag in action.option_strings}
+    for theirs, ours in OTHER_NAMES.items():
+        assert f"--{theirs}" not in known
+        assert set(re.findall(r"--\w+", ours)) <= known and ours.startswith("--")
 
 
 def test_flags_override_variables_which_override_the_file(place, monkeypatch, capsys):
@@ -298,7 +313,7 @@ def test_blocks_are_post_trained_with_the_documented_environment_variable(place,
 def test_post_training_after_plain_training_uses_the_mask_and_all_blocks(place, monkeypatch, capsys):
     data = prepare(place, "blocks", "--format", "post-training", "--fit", "blocks", "--max-tokens", "32")
     main(flags("--max_iters", "null", "--use_loss_mask", "false", "--block_size", "31", data=str(data)))
-    said = "2 of 22 episodes do not fill a batch at the end of the epoch and are dropped; set epoch_drop_last to false"
+    said = "2 of 22 episodes do not fill a batch at the end of the epoch and are dropped; add --epoch_drop_last false"
     assert said in capsys.readouterr().err
     monkeypatch.setenv("POST_TRAINING", "1")
     main(["--model_name", "mine", "--resume", "auto"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from train_fixtures import SMALL, config
 
-from chatmill.config import from_environment
+from chatmill.config import from_environment, from_flags
 from chatmill.errors import UsageError
 from chatmill.train.config import TrainConfig, layered
 from chatmill.train.step import LRSchedule
@@ -43,7 +43,7 @@ def test_all_problems_are_reported_together():
         "grad_clip is -1; expected a number of at least 0",
         'parallel is "tp"; expected "ddp" or "fsdp"',
         "beta2 is 1; expected a number of at least 0 and below 1",
-        'lora is {"rank": 3}; expected an object with r (an integer of at least 1), alpha (a number of at least 0)',
+        'lora is {"rank": 3}, which has the unknown key "rank"; expected an object with r (an integer of at least 1), ',
         "n_layer is 1.5; expected an integer of at least 1",
         "(known: activation_checkpointing,",
     ):
@@ -89,12 +89,31 @@ def test_values_of_adapters_are_checked(lora):
     with pytest.raises(UsageError) as error:
         config(lora=lora, init_from_model="model")
     assert str(error.value) == (
-        f"the config: lora is {json.dumps(lora)}; expected an object with r (an integer of at least 1), "
+        f"the config: lora is {json.dumps(lora)}, in which {next(iter(lora))} is wrong; expected an object with r (an "
+        "integer of at least 1), "
         "alpha (a number of at least 0), dropout (a fraction from 0 to 1, such as 0.03 for 3 percent), "
-        "targets (a string or a list of strings), or null"
+        """targets (a string or a list of strings), such as '{"r": 16}', or null"""
     )
     right = {"r": 2, "alpha": 4, "dropout": 0, "targets": ["q_proj"]}
     assert config(lora=right, init_from_model="model").lora == right
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "fault"),
+    [
+        ("lora", "{r:16}", 'lora is "{r:16}", which is not valid JSON; expected an object with r '),
+        ("lora", '{"rank": 16}', 'lora is {"rank": 16}, which has the unknown key "rank"; expected an object with r '),
+        ("lora", '{"r": 4, "alpha": -1}', 'lora is {"r": 4, "alpha": -1}, in which alpha is wrong; expected an object'),
+        ("mix_sft", "{a: 1}", 'mix_sft is "{a: 1}", which is not valid JSON; expected '),
+        ("batch_size", "x", 'batch_size is "x"; expected an integer of at least 1'),
+    ],
+)
+def test_a_wrong_flag_value_is_reported_with_the_mistake_in_it(key, text, fault):
+    with pytest.raises(UsageError) as error:
+        from_flags(TrainConfig, {key: text})
+    assert str(error.value).startswith(f"the flags: {fault}")
+    assert "\n" not in str(error.value)
+    assert key != "lora" or """such as '{"r": 16}'""" in str(error.value)
 
 
 def test_post_training_uses_the_mask_and_all_of_one_pass():

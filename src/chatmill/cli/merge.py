@@ -43,6 +43,8 @@ def merge(
     local_path(output)
     check_headers(model_folder(adapters))
     from chatmill.train.merge import merge_adapters
+    from chatmill.train.preflight import trained_with
+    from chatmill.train.saved_template import template_notes
 
     with counting("layers merged") as advance:
         merged = merge_adapters(
@@ -54,6 +56,9 @@ def merge(
             overwrite=overwrite,
             progress=advance,
         )
+    training = trained_with(output)
+    for note in template_notes(Path(merged.base), training.get("format"), str(training.get("dataset"))):
+        typer.echo(note, err=True)
     if as_json:
         echo_json({"path": str(output), **asdict(merged)})
         return

@@ -344,7 +344,8 @@ class EpisodeLoader(IterableDataset):
         if version != STATE_VERSION:
             raise UsageError(f"the loader state has version {_shown(version)}; expected {STATE_VERSION}")
         if faults := _differences(state, self.sha256, self.config.order_part()):
-            raise UsageError(f"the loader state does not match: {'; '.join(faults)}")
+            advice = "use the old values, or start a new run (with chatmill train, another --model_name)"
+            raise UsageError(f"the loader state does not match: {'; '.join(faults)}; {advice}")
         try:
             cursors = {
                 split: Cursor(**{name: _whole(at[name]) for name in Cursor._fields})

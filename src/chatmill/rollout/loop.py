@@ -49,6 +49,7 @@ from chatmill.train.optimizers import check_optimizer, weights_of
 from chatmill.train.preflight import TRAINING, trained_with
 from chatmill.train.process_group import init_world
 from chatmill.train.run_dir import RunDir, config_changes, open_resumed
+from chatmill.train.saved_template import template_notes, template_record
 from chatmill.train.step import LRSchedule, MicroBatch, Stepper, micro_batches, seed_step, unknown_id
 from chatmill.train.stop_signal import stop_on_signal
 from chatmill.train.trackers.reporter import named_trackers
@@ -178,6 +179,10 @@ class _RolloutRun:
         can be resumed.
         """
         config = self.config
+        if (base := self.model.tokenizer_folder) is not None:
+            chat_format, truth = self.task.renderer.to_json(), shown(place(config.truth or ""))
+            for note in template_notes(base, chat_format, truth, remedy="set format to template"):
+                run_dir.print(note)
         rows: list[Rows] = []
         with stop_on_signal() as request:
             stop = False
@@ -332,6 +337,8 @@ class _RolloutRun:
             "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
             "special_token_ids": tokenizer.special_token_ids(),
         }
+        if (base := self.model.tokenizer_folder) is not None:
+            about |= template_record(base, self.task.renderer.to_json())
         tokenizer_state = tokenizer.state(added_tokens=self.task.add_tokens)
         parts = {TRAINING: about, TOKENIZER_STATE: tokenizer_state}
         files = {name: json.dumps(value, indent=1).encode() for name, value in parts.items()}
@@ -346,6 +353,7 @@ class _RolloutRun:
             sharded=False,
             keep=keep,
             about=files,
+            chat_format=self.task.renderer.to_json(),
             save_dtype=self.config.save_dtype,
         )
 

@@ -152,14 +152,19 @@ def _open_renderer(folder: Path, training: Mapping[str, Any], tokenizer: str | N
         return _open_template(folder, tokenizer or str(folder))
     spec, opened = find_tokenizer(folder, training, control_tokens_from_json(stored), tokenizer)
     if format == TEMPLATE:
-        return _open_template(folder, spec)
+        return _open_template(folder, spec, recorded=stored is not None)
     if format is not None:
         return open_renderer(format, spec, add_tokens=True)
     return renderer_from_json(stored, opened, spec=spec, where=str(folder))
 
 
-def _open_template(folder: Path, spec: str) -> Renderer:
+def _open_template(folder: Path, spec: str, *, recorded: bool = False) -> Renderer:
     if (spec == "bytes" or Path(spec).exists()) and not has_template(spec):
+        if recorded:
+            raise UsageError(
+                f"{one_line(spec, 300)}: has no chat template; omit --format to use the format that {folder} records, "
+                "or pass a folder with a chat template as --tokenizer"
+            )
         raise UsageError(
             f"{one_line(spec, 300)}: has no chat template, and {folder} does not record a chat format; pass the chat "
             f"format of the model as --format, or a folder with a chat template as --tokenizer"

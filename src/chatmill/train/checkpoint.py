@@ -49,6 +49,7 @@ from chatmill.train.distributed import World, is_sharded, local, rows_of, whole
 from chatmill.train.model import CausalModel
 from chatmill.train.model_files import match_modes
 from chatmill.train.optimizers import AnyOptimizer, fresh_state, state_fault
+from chatmill.train.saved_template import write_templates
 from chatmill.train.sharded_save import can_save_in_shards, save_in_shards
 from chatmill.train.sharded_tensors import ShardedTensors, TensorEntry, TensorRows, file_info, write_tensors
 from chatmill.train.weight_dtypes import check_float16, saved_dtype
@@ -160,6 +161,7 @@ def save(
     sharded: bool,
     keep: int,
     about: Mapping[str, bytes] | None,
+    chat_format: Any = None,
     save_dtype: str = "auto",
     protected: Path | None = None,
     best: Path | None = None,
@@ -168,8 +170,9 @@ def save(
     call this function.
 
     If `sharded` is set, every rank writes its shard of the weights and optimizer state. `about` maps the names of
-    additional files in the model folder to their contents; if `about` is None, no model folder is written. `save_dtype`
-    is the dtype of the weights in the model folder.
+    additional files in the model folder to their contents; if `about` is None, no model folder is written.
+    `chat_format` is the stored format of the training data, which determines the chat template in the model folder.
+    `save_dtype` is the dtype of the weights in the model folder.
 
     `best` is the checkpoint that the symbolic link `best` will point to: this checkpoint or an older one. The
     checkpoint that the link points to and the checkpoint `protected` are not removed. Checkpoints with files that
@@ -202,6 +205,7 @@ def save(
         if about is not None:
             if in_shards is None:
                 _write_model(staging / MODEL, model, weights)
+            write_templates(staging / MODEL, chat_format)
             for name, data in about.items():
                 with files.create(staging / MODEL / name) as file:
                     file.write(data)

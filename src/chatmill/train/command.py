@@ -39,6 +39,30 @@ from chatmill.train.trackers.pages import ReportPage
 
 ESTIMATE_FLAGS = ("estimate", "gpus", "gpu_memory")
 """Flags for --estimate, whose values are parsed; the values of all other run flags are plain text."""
+OTHER_NAMES = {
+    "model_name_or_path": "--init_from_model",
+    "dataset_name": "--dataset_dir, the folder that chatmill prepare writes",
+    "output_dir": "--out_dir and --model_name",
+    "max_steps": "--max_iters",
+    "num_train_epochs": "--epochs",
+    "per_device_train_batch_size": "--batch_size, the number of rows per step on all GPUs",
+    "max_length": "--block_size",
+    "max_seq_length": "--block_size",
+    "warmup_ratio": "--warmup_pct",
+    "warmup_steps": "--warmup_iters",
+    "lr_scheduler_type": "--lr_schedule",
+    "optim": "--optimizer",
+    "max_grad_norm": "--grad_clip",
+    "logging_steps": "--log_interval",
+    "eval_steps": "--eval_interval",
+    "save_steps": "--save_interval",
+    "save_total_limit": "--keep_checkpoints",
+    "gradient_checkpointing": "--activation_checkpointing",
+    "resume_from_checkpoint": "--resume",
+    "use_peft": "--lora",
+    "lora_r": """--lora '{"r": 16}'""",
+}
+"""Maps flags of transformers and TRL to the flags of chatmill."""
 EXAMPLES = """\
 examples:
   {prog} --model_name mine --config_file configs/sft1/150M.json --dataset_dir data/chat_sft --max_iters 5000
@@ -150,7 +174,13 @@ def run_and_print(
     if "--tensorboard" in unknown:
         raise UsageError("unrecognized argument: --tensorboard; use --report_to tensorboard")
     if unknown:
-        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}; see {prog} --help")
+        names = (
+            each.removeprefix("--").partition("=")[0].replace("-", "_") for each in unknown if each.startswith("--")
+        )
+        named = "".join(
+            f"; for {name}, use {OTHER_NAMES[name]}" for name in dict.fromkeys(names) if name in OTHER_NAMES
+        )
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{named}; see {prog} --help")
     where = _run_flags(flags)
     if where.estimate:
         fit = estimate(flags)

@@ -26,7 +26,7 @@ from chatmill.config import (
     optional,
     required,
 )
-from chatmill.errors import DataError, UsageError
+from chatmill.errors import DataError, UsageError, one_line
 from chatmill.load.config import LoadConfig
 from chatmill.remote.cache_settings import FOLDER, SIZE, parse_size
 from chatmill.store.primer_cache import CACHES
@@ -155,9 +155,22 @@ def _is_lora(value: Any) -> bool:
     return isinstance(value, Mapping) and all(name in keys and keys[name].check.accepts(value[name]) for name in value)
 
 
+def _lora_fault(value: Any) -> str | None:
+    """Return a message about the first unknown key or wrong value of an object."""
+    keys = keys_of(LoraSizes)
+    for name in value if isinstance(value, Mapping) else ():
+        if name not in keys:
+            return f'which has the unknown key "{one_line(str(name))}"'
+        if not keys[name].check.accepts(value[name]):
+            return f"in which {name} is wrong"
+    return None
+
+
 LORA = ValueCheck(
-    f"an object with {', '.join(f'{name} ({each.check.expected})' for name, each in keys_of(LoraSizes).items())}",
+    f"an object with {', '.join(f'{name} ({each.check.expected})' for name, each in keys_of(LoraSizes).items())}, "
+    """such as '{"r": 16}'""",
     _is_lora,
+    _lora_fault,
 )
 
 

@@ -63,7 +63,7 @@ class HFModel(CausalModel):
         super().__init__()
         self.lm = lm
         self.training = lm.training
-        self.source = source
+        self.source = self.tokenizer_folder = source
         self._stored: WeightDtypes | None = None
         self._fused: tuple[tuple[str, ...], ...] = ()
         self.compute = usable_precision(compute)

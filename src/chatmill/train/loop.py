@@ -32,6 +32,7 @@ from chatmill.train.process_group import init_world
 from chatmill.train.remote import configure_cache, shown_downloads, storable_config
 from chatmill.train.result import StepRecord, TrainResult
 from chatmill.train.run_dir import RowsData, RunDir
+from chatmill.train.saved_template import format_of
 from chatmill.train.setup import TrainState, open_run
 from chatmill.train.spikes import LossSpikes, not_finite
 from chatmill.train.step import Pending, StepCounts, count_batch, micro_batches, seed_step, unknown_id
@@ -369,8 +370,9 @@ class _Loop:
         # Writing a model folder from shards sends all weights between ranks, so only the last and the best checkpoint
         # get a model folder.
         usable = usable or not sharded
-        about = about_model(state.loader, step=state.step, base=state.base) if usable else None
         folder, run, world = self.run_dir.folder, state.to_json(), state.world
+        chat_format = format_of(state.loader.sources[0])
+        about = about_model(state.loader, step=state.step, base=state.base, more=state.template) if usable else None
         state.saved = checkpoints.save(
             folder,
             run,
@@ -380,6 +382,7 @@ class _Loop:
             sharded=sharded,
             keep=keep,
             about=about,
+            chat_format=chat_format,
             save_dtype=state.config.save_dtype,
             protected=None if state.data_check is None else state.data_check.verified,
             best=state.best.folder(folder, writing=state.step) if state.config.keeps_best else None,

@@ -35,6 +35,7 @@ from chatmill.train.logit_difference import LogitDifference, probe_logits
 from chatmill.train.lora import base_folder, check_base, read_adapters, trained_on
 from chatmill.train.model_files import CONFIG, WEIGHTS, check_folder, is_adapter, match_modes, read_model_files
 from chatmill.train.preflight import TRAINING, trained_with
+from chatmill.train.saved_template import write_templates
 from chatmill.train.sharded_tensors import file_info
 from chatmill.train.weight_dtypes import cast_state, weight_dtypes
 
@@ -107,6 +108,7 @@ def merge_adapters(
             match_modes(staging)
             # Replace the tokenizer of the base model with the tokenizer of the adapters.
             copy_tokenizer(folder, staging)
+            write_templates(staging, trained_with(folder).get("format"))
             about = _write_about(folder, place, staging)
         except (SafetensorError, OSError) as error:
             # When the disk is full, safetensors raises its own exception, and the error from shutil names the wrong

@@ -102,6 +102,8 @@ class CausalModel(nn.Module):
     vocab_size: int
     max_positions: int
     """Maximum sequence length, in tokens."""
+    tokenizer_folder: Path | None = None
+    """The folder of the initial model, whose tokenizer files are copied to saved models; None if nothing is copied."""
 
     def __init__(self) -> None:
         super().__init__()

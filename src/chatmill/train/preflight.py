@@ -179,11 +179,14 @@ def read_optional(path: Path, advice: str) -> Any:
         raise DataError(f"{path}: cannot be read ({one_line(str(error))}); {advice}") from None
 
 
-def about_model(loader: EpisodeLoader, *, step: int, base: Mapping[str, str] | None = None) -> dict[str, bytes]:
+def about_model(
+    loader: EpisodeLoader, *, step: int, base: Mapping[str, str] | None = None, more: Mapping[str, Any] | None = None
+) -> dict[str, bytes]:
     """Return the contents of training.json and tokenizer_state.json for a model folder, by file name. These files
     describe how to render prompts exactly as in training.
 
-    `base` is the folder and the weight hash of the base model, if the model consists of LoRA adapters.
+    `base` is the folder and the weight hash of the base model, if the model consists of LoRA adapters. `more` contains
+    additional entries of training.json.
     """
     source = loader.sources[0]
     about: dict[str, Any] = {"dataset": str(loader.dataset_dir), "dataset_sha256": loader.sha256}
@@ -193,6 +196,7 @@ def about_model(loader: EpisodeLoader, *, step: int, base: Mapping[str, str] | N
         tokenizer = {"tokenizer": dict(metadata.tokenizer)} if isinstance(metadata, Metadata) else {}
         about |= {"format": metadata.format, **tokenizer, "special_token_ids": dict(metadata.special_token_ids)}
     about |= {} if base is None else {"base": dict(base)}
+    about |= more or {}
     about_files = {TRAINING: (json.dumps(about, indent=1) + "\n").encode()}
     state = source.path / TOKENIZER_STATE
     if isinstance(state, Url):

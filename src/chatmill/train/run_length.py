@@ -20,6 +20,9 @@ from chatmill.load.mix import MixedOrder
 from chatmill.load.plan import LoadPlan
 from chatmill.train.config import TrainConfig
 
+FEW_STEPS = 10
+"""A run with fewer steps prints a note."""
+
 
 @dataclass(frozen=True)
 class RunLength:
@@ -38,9 +41,16 @@ class RunLength:
             about, which = ("", "the epoch") if self.whole_epochs == 1 else ("about ", "each epoch")
             episodes = f"{about}{self.left_out:,} of {loader.plan(loader.split).num_eligible:,} episodes"
             yield (
-                f"{episodes} do not fill a batch at the end of {which} and are dropped; "
-                "set epoch_drop_last to false to train on these episodes"
+                f"{episodes} do not fill a batch at the end of {which} and are dropped; add --epoch_drop_last false to "
+                "train on these episodes"
             )
+
+    def short_note(self, config: TrainConfig) -> Iterator[str]:
+        """Yield a message if the run has so few steps that it hardly trains the model, unless max_iters set them."""
+        if self.steps < FEW_STEPS and config.max_iters != self.steps:
+            count = "1 optimizer step" if self.steps == 1 else f"{self.steps} optimizer steps"
+            more = "lower --batch_size for more steps" if config.post_training else "raise --epochs to train longer"
+            yield f"the run has only {count}; {more}"
 
     def further(self, config: TrainConfig) -> str:
         """Return advice on how to continue a run that has finished all its steps."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from chatmill.audit import Audit
-from chatmill.errors import UsageError
+from chatmill.errors import UsageError, one_line
 from chatmill.load.loader import EpisodeLoader
 from chatmill.remote.urls import Place
 from chatmill.train import checkpoint as checkpoints
@@ -44,6 +44,7 @@ from chatmill.train.preflight import (
 )
 from chatmill.train.run_dir import METRICS, config_changes, open_resumed
 from chatmill.train.run_length import RunLength, run_length
+from chatmill.train.saved_template import format_label, format_of, template_notes, template_record
 from chatmill.train.sharded_load import OpenedModel, open_for_shards
 from chatmill.train.start_notes import NonAnswers, cache_lengths, count_non_answers
 from chatmill.train.step import LRSchedule, StepCounts, Stepper
@@ -112,6 +113,8 @@ class TrainState:
     """The last checkpoint that the run wrote or resumed from."""
     base: Mapping[str, str] | None = None
     """Folder and weight hash of the base model, on rank 0 of a run that trains adapters."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """The entry of training.json about chat templates of the initial model that saved models do not contain."""
     notes: list[str] = field(default_factory=list)
     """Messages to print when the run starts."""
     non_answers: NonAnswers | None = None
@@ -140,6 +143,8 @@ class TrainState:
             "totals": asdict(self.totals),
             "best": asdict(self.best),
             "config": self.config.to_json(),
+            "dataset_dir": str(self.loader.dataset_dir),
+            "format": format_label(format_of(self.loader.sources[0])),
             "loader": self.loader.state_dict(),
             "audit": None if self.audit is None else self.audit.checkpoint(),
             # Store only the seed, because random numbers depend only on the seed, the step and the rank.
@@ -198,6 +203,8 @@ def open_run(
         state.non_answers = world.together(lambda: count_non_answers(loader) if world.is_first else None)
         # Print the note about use_loss_mask early, because training without the loss mask is usually a mistake.
         state.notes += [] if state.non_answers is None else [str(state.non_answers)]
+        state.template, about_template = world.together(lambda: _templates(stepper.model, loader))
+        state.notes += about_template
         state.notes += _notes(state, checkpoint, folder, same_data=same_data)
         state.notes += [*mix_notes, *cache_lengths(loader)]
         if config.eval_interval:
@@ -231,6 +238,8 @@ def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, sa
             )
     else:
         yield f"resuming from {checkpoint.path}"
+        others = (name for name in state.config.to_json() if name not in (*model_keys(), "dataset_dir"))
+        yield from config_changes(checkpoint, state.config.to_json(), others)
         if state.step >= stage.stop:
             yield f"the run is already finished: it has {state.step:,} steps; {stage.length.further(state.config)}"
         elif state.best.stops(state.config):
@@ -240,13 +249,21 @@ def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, sa
             )
         if not same_data:
             yield (
-                f"{_change(checkpoint.state['stage'], stage)}: the data order starts again from the beginning, "
+                f"{_change(checkpoint.state, state)}: the data order starts again from the beginning, "
                 f"and the learning rate warms up again over {stage.schedule.warmup:,} steps"
             )
+            before, now = checkpoint.state.get("format"), format_label(format_of(loader.sources[0]))
+            if None not in (before, now) and before != now:
+                yield (
+                    f"warning: the earlier steps trained on data with the format {one_line(str(before))}, but "
+                    f"{loader.dataset_dir} has the format {now}; prepare the data again with the old format, unless "
+                    "the model is meant to change to the new one"
+                )
     yield from stage.length.notes
     if not same_data:
-        # Print the note only once per stage, because the data order does not change within a stage.
+        # Print these notes only once per stage, because the data order does not change within a stage.
         yield from stage.length.left_out_note(loader)
+        yield from stage.length.short_note(state.config)
 
 
 def _open_data(
@@ -270,6 +287,15 @@ def _open_data(
                 f"to continue"
             )
     return loader, same
+
+
+def _templates(model: CausalModel, loader: EpisodeLoader) -> tuple[dict[str, Any], list[str]]:
+    """Return the entry of training.json about the chat template, and notes if saved models get another template."""
+    folder, source = model.tokenizer_folder, loader.sources[0]
+    if folder is None:
+        return {}, []
+    chat_format = format_of(source)
+    return template_record(folder, chat_format), list(template_notes(folder, chat_format, str(source.path)))
 
 
 def _open_audit(
@@ -351,7 +377,14 @@ def _base(config: TrainConfig, checkpoint: Checkpoint | None) -> dict[str, str] 
     return mine
 
 
-def _change(old: Mapping[str, Any], new: Stage) -> str:
+def _change(saved: Mapping[str, Any], state: TrainState) -> str:
+    old, new = saved["stage"], state.stage
     if old["dataset_sha256"] != new.dataset_sha256:
-        return f"the data changed from {old['dataset_sha256'][:12]}… to {new.dataset_sha256[:12]}…"
+        # Checkpoints of earlier versions contain the folder only as part of the config.
+        folder = saved.get("dataset_dir") or saved["config"].get("dataset_dir")
+        before = "" if folder is None else f"{one_line(str(folder), 300)} "
+        return (
+            f"the data changed from {before}({old['dataset_sha256'][:12]}…) to {state.loader.dataset_dir} "
+            f"({new.dataset_sha256[:12]}…)"
+        )
     return f"post_training changed from {json.dumps(old['post_training'])} to {json.dumps(new.post_training)}"
