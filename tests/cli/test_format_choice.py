@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from default_tokenizer import FORMAT, NOTE
 
 from chatmill.cli.prepare import script
 from chatmill.format import open_renderer, resolve_format
@@ -68,8 +69,24 @@ def test_the_chat_template_of_a_folder_is_used_and_reported(run, folders):
 
 def test_a_folder_without_a_chat_template_uses_chatml_and_reports_it(run, folders):
     code, _, err = run("prepare", "chat.jsonl", "-o", "v1", "--tokenizer", "plain")
-    assert (code, err) == (0, "format: chatml, because plain has no chat template\n")
+    assert (code, err) == (
+        0,
+        "format: chatml, because plain has no chat template\n"
+        "note: the rows may not match the format that the model was trained with; pass its chat template with "
+        "--chat-template FILE, or choose a format with --format\n",
+    )
     assert stored("v1") == (CHATML, "chatml")
+    file = "plain/tokenizer.json"
+    code, _, err = run("render", "chat.jsonl", "--tokenizer", file)
+    assert (code, err) == (0, f"format: chatml, because {file} has no chat template\n")
+
+
+def test_without_a_tokenizer_the_default_tokenizer_and_format_are_reported(run, folders):
+    assert run("prepare", "chat.jsonl", "-o", "v1")[2] == FORMAT + NOTE
+    assert run("render", "chat.jsonl")[2] == FORMAT + NOTE
+    assert run("render", "chat.jsonl", "--format", "primer")[2] == NOTE
+    assert run("prepare", "chat.jsonl", "-o", "v2", "--tokenizer", "bytes")[2] == ""
+    assert run("render", "chat.jsonl", "--tokenizer", "bytes")[2] == ""
 
 
 def test_an_explicit_format_overrides_the_chat_template(run, folders):

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from default_tokenizer import without_notes
 
 from chatmill.cli.main import main
 from chatmill.store import files
@@ -33,7 +34,8 @@ def run(monkeypatch, capsys, command: str) -> str:
     with pytest.raises(SystemExit) as ended:
         main()
     out, err = capsys.readouterr()
-    assert (ended.value.code or 0, re.sub(r".*: done, .* rows, .* tokens.* in .*\n", "", err)) == (0, "")
+    err = without_notes(re.sub(r".*: done, .* rows, .* tokens.* in .*\n", "", err))
+    assert (ended.value.code or 0, err) == (0, "")
     return out
 
 
@@ -62,7 +64,8 @@ def test_the_summary_accounts_for_all_tokens(place, monkeypatch, capsys):
     ]
     assert lines[-2] == "note: 8,235 of 22,183 trained tokens were cut off; raise --max-tokens, or use --fit windows"
     assert lines[-1] == (
-        "note: 77 rows were dropped because the last exchange does not fit; "
+        "note: 77 rows were dropped because the last exchange does not fit, and with them 4,168 of 22,183 trained "
+        "tokens (18.8%); "
         "raise --max-tokens, or use --fit turns or --fit windows"
     )
     assert verify_dataset("x", full=True).faults == ()
@@ -91,8 +94,8 @@ def test_the_notes_name_the_options_that_limit_the_length(place, monkeypatch, ca
     lines = run(monkeypatch, capsys, f"prepare data/conversations.jsonl -o x {flags}").splitlines()
     assert lines[-2:] == [
         f"note: 8,235 of 22,183 trained tokens were cut off; raise {limit}, or use --fit windows",
-        f"note: 77 rows were dropped because the last exchange does not fit; raise {limit}, or use --fit turns or "
-        "--fit windows",
+        "note: 77 rows were dropped because the last exchange does not fit, and with them 4,168 of 22,183 trained "
+        f"tokens (18.8%); raise {limit}, or use --fit turns or --fit windows",
     ]
 
 
@@ -144,6 +147,27 @@ def test_rejected_records_are_written_to_a_file_and_counted(place, monkeypatch, 
     assert len(open_dataset("x")["train"]) == 20
 
 
+def test_notes_about_dropped_rows_count_the_lost_trained_tokens(place, monkeypatch, capsys):
+    out = run(monkeypatch, capsys, "prepare data/conversations.jsonl -o x --max-tokens 120")
+    [dropped] = [line.split()[-1] for line in out.splitlines() if line.startswith("dropped ")]
+    [note] = [line for line in out.splitlines() if "does not fit" in line]
+    assert note == (
+        "note: 77 rows were dropped because the last exchange does not fit, and with them "
+        f"{dropped} of 22,183 trained tokens (18.8%); raise --max-tokens, or use --fit turns or --fit windows"
+    )
+    data = Path("data/conversations.jsonl").read_text("utf-8").splitlines(keepends=True)
+    Path("one.jsonl").write_text(data[0] + data[2], "utf-8")
+    out = run(monkeypatch, capsys, "prepare one.jsonl -o y --max-tokens 200 --fit drop --tokenizer bytes")
+    assert "note: 1 row was too long and was dropped, and with it " in out
+
+
+def test_a_validation_split_larger_than_the_training_split_gets_a_note(place, monkeypatch, capsys):
+    large, small = "data/conversations.jsonl", "data/primer.jsonl"
+    note = "note: val has more episodes than train (400 and 120); check that they are not swapped"
+    assert note in run(monkeypatch, capsys, f"prepare {small} --val-file {large} -o x").splitlines()
+    assert "note: val has" not in run(monkeypatch, capsys, f"prepare {large} --val-file {small} -o y")
+
+
 def test_validation_files_go_to_the_validation_split(place, monkeypatch, capsys):
     run(monkeypatch, capsys, "prepare data/conversations.jsonl -o x --val-file data/primer.jsonl --shape messages")
     assert [len(open_dataset("x")[split]) for split in ("train", "val")] == [400, 120]
@@ -172,7 +196,7 @@ def test_an_old_dataset_that_cannot_be_removed_is_a_warning_and_exit_0(place, mo
         warnings.simplefilter("default")
         with pytest.raises(SystemExit) as ended:
             main()
-    assert (ended.value.code or 0, capsys.readouterr().err) == (
+    assert (ended.value.code or 0, without_notes(capsys.readouterr().err)) == (
         0,
         "chatmill: warning: x: was replaced, but the old dataset was not removed: x.kept contains "
         "train/shard_00000/mask.bin, which cannot be removed (Operation not permitted); inspect and remove it\n",
@@ -254,7 +278,7 @@ def test_an_empty_val_names_the_smallest_share_that_fills_it(place, monkeypatch,
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code == 1
-        return capsys.readouterr().err
+        return without_notes(capsys.readouterr().err)
 
     command = f"prepare data/primer.jsonl -o x {flags} --val-split"
     line = refused(f"{command} 0.0001")

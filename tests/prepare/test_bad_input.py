@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from default_tokenizer import without_notes
 from prepare_fixtures import Faults, build, conversations, digests, job_of, lines
 
 from chatmill.cli.main import main
@@ -35,6 +36,7 @@ def refused(monkeypatch, capsys, command: str) -> tuple[int, str]:
     with pytest.raises(SystemExit) as ended:
         main()
     out, err = capsys.readouterr()
+    err = without_notes(err)
     assert out == ""
     assert err.startswith("chatmill: ") and err.count("\n") == 1, err
     assert everything(Path.cwd()) == before
@@ -76,7 +78,7 @@ FLAGS = {
     "chat.jsonl -o x --fit drop --max-tokens 3": (1, "the split train would be empty; no records are left"),
     "chat.jsonl -o .": (2, ".: has no name; use NAME or DIR/NAME as the folder of the dataset"),
     "chat.jsonl -o ..": (2, "..: has no name"),
-    "chat.jsonl -o chat.jsonl": (1, "chat.jsonl: already exists; use another name or pass --overwrite"),
+    "chat.jsonl -o chat.jsonl": (1, "chat.jsonl: already exists and is not a folder; use another name"),
     "chat.jsonl -o chat.jsonl --overwrite": (1, "chat.jsonl: is not a folder and is not replaced"),
     "chat.jsonl -o chat.jsonl/x": (1, "chat.jsonl/x: cannot be created (File exists); use another folder"),
     "chat.jsonl -o /proc/x": (1, "/proc/x: cannot be created ("),
@@ -95,8 +97,8 @@ def test_invalid_flags_are_reported_in_one_line(place, monkeypatch, capsys, comm
 
 
 INPUTS = {
-    "no bytes": ("a.jsonl", b"", "the input is empty; expected at least one record"),
-    "blank lines": ("a.jsonl", b"\n \n\n", "the input has no records; expected at least one"),
+    "no bytes": ("a.jsonl", b"", "a.jsonl: the input is empty; expected at least one record"),
+    "blank lines": ("a.jsonl", b"\n \n\n", "a.jsonl: the input has no records; expected at least one"),
     "an empty array": ("a.json", b"[]", "the input has no records; expected at least one"),
     "nothing, compressed": ("a.jsonl.gz", gzip.compress(b""), "the input has no records; expected at least one"),
     "compressed and truncated": (
@@ -112,6 +114,23 @@ INPUTS = {
         "the split train would be empty; no records are left to train on (1 no_trained_tokens)",
     ),
 }
+
+
+def test_an_error_about_empty_input_names_the_first_files(place, monkeypatch, capsys):
+    for name in "abcde":
+        (place / f"{name}.jsonl").write_bytes(b"")
+    code, line = refused(monkeypatch, capsys, "a.jsonl b.jsonl c.jsonl d.jsonl e.jsonl -o x")
+    said = "a.jsonl, b.jsonl, c.jsonl and 2 more: the input is empty; expected at least one record"
+    assert (code, line) == (1, said)
+
+
+def test_overwrite_is_not_advised_for_a_folder_that_is_not_a_dataset(place, monkeypatch, capsys):
+    (place / "notes").mkdir()
+    _, line = refused(monkeypatch, capsys, "chat.jsonl -o notes")
+    assert line == "notes: already exists; use another name or pass --overwrite"
+    (place / "notes/plan.txt").write_text("plan")
+    _, line = refused(monkeypatch, capsys, "chat.jsonl -o notes")
+    assert line == "notes: already exists and has no dataset_metadata.json; use another name"
 
 
 @pytest.mark.parametrize("kind", INPUTS)

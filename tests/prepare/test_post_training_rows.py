@@ -105,6 +105,8 @@ def test_a_chat_template_drops_whitespace_and_refuses_text_outside_turns():
     assert only_turns(Record([user, space, answer])).messages == [user, answer]
     with pytest.raises(RecordError, match="message 1 is text outside turns, which a chat template cannot render"):
         only_turns(Record([user, text, answer]))
+    with pytest.raises(RecordError, match=r"the text has no turn markers such as <\|USER\|>; expected a transcript"):
+        only_turns(Record([space, text]))
 
 
 def test_explain_gives_the_reason_why_a_token_is_context(tmp_path):

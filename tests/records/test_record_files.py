@@ -211,7 +211,8 @@ def test_a_file_that_is_given_twice_is_read_once_at_its_first_position(tmp_path,
         (
             "a.csv",
             "a.csv: unsupported file type; "
-            "expected .jsonl, .json, .txt, .parquet, .arrow, each also with .gz, .zst, .xz, .bz2",
+            "expected .jsonl, .json, .txt, .parquet, .arrow, each also with .gz, .zst, .xz, .bz2; "
+            "docs/reference/records.md shows how to convert it",
         ),
     ],
 )

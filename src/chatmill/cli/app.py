@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Iterable
 from importlib import import_module
@@ -13,7 +12,7 @@ import typer
 from chatmill import __version__
 from chatmill.cli.commands import ABOUT, COMMANDS
 from chatmill.cli.expand import expanded
-from chatmill.errors import one_line
+from chatmill.cli.guard import print_error
 
 CLICK_ERROR: Any
 [CLICK_ERROR] = (each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
@@ -52,15 +51,20 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def run(app: typer.Typer) -> None:
-    """Run the application. Control characters in usage errors are escaped, because the errors quote command-line
-    arguments.
+    """Run the application, and print usage errors in one line that names the help of the command.
+
+    A command group without a command prints its whole help.
     """
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="chatmill", standalone_mode=False)
     except CLICK_ERROR as error:
-        shown = io.StringIO()
-        error.show(shown)
-        sys.stderr.write(one_line(shown.getvalue(), None, keep="\n"))
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show(sys.stderr)
+        else:
+            # Typer lists the choices of a missing option in several lines, and quotes pydantic's "Value error".
+            message = error.format_message().replace("\n\t", " ").replace("Value error, ", "").rstrip(".")
+            command = error.ctx.command_path if getattr(error, "ctx", None) else "chatmill"
+            print_error(f"{message}; see {command} --help")
         code = error.exit_code
     except typer.Abort:
         sys.stderr.write("Aborted!\n")

@@ -13,7 +13,7 @@ import typer
 
 from chatmill.cli.build_progress import BuildProgressDisplay
 from chatmill.cli.expand import key_options
-from chatmill.cli.format_choice import print_format
+from chatmill.cli.format_choice import is_default, print_format
 from chatmill.cli.guard import guarded
 from chatmill.cli.options import (
     AsJson,
@@ -55,15 +55,15 @@ NOTES = {
     "message; raise --max-tokens, or use --fit exchanges, which drops these rows",
     "answer_unfinished": "{answer_tokens} {are} not trained, because a block ends inside the answer; use larger blocks",
     "no_trained_tokens": "{rows} had no trained token and {were} dropped",
-    "answers_cut_off": "{rows} lost all answers to truncation and {were} dropped; raise --max-tokens",
-    "last_exchange_over_max_tokens": "{rows} {were} dropped because the last exchange does not fit; raise "
+    "answers_cut_off": "{rows} lost all answers to truncation and {were} dropped{lost}; raise --max-tokens",
+    "last_exchange_over_max_tokens": "{rows} {were} dropped because the last exchange does not fit{lost}; raise "
     "--max-tokens, or use --fit turns or --fit windows",
-    "no_terminator": "{rows} ended inside an answer and {were} dropped",
+    "no_terminator": "{rows} ended inside an answer and {were} dropped{lost}",
     "duplicate": "duplicates dropped: {rows}",
     "near_duplicate": "near-duplicates dropped: {rows}",
     "excluded": "{rows} {were} excluded by --exclude",
     "exclude_without_record": "{lines} of the --exclude file {match} no rendered record",
-    "too_long": "{rows} {were} too long and {were} dropped",
+    "too_long": "{rows} {were} too long and {were} dropped{lost}",
     "reasoning_left_out": "{rows} lost reasoning that the chat template omits; see --unroll",
     "messages_after_last_answer": "{conversations} {have} messages after the last trained answer; these messages are "
     "left out",
@@ -76,8 +76,8 @@ NOTES = {
 }
 """Maps a reason in the ledger to the note that is printed after a build."""
 NOUNS = ("row", "record", "line", "conversation", "answer", "token", "answer token")
-VERBS = {"are": "is", "were": "was", "have": "has", "match": "matches"}
-"""Plural and singular forms of the verbs in `NOTES`."""
+FORMS = {"are": "is", "were": "was", "have": "has", "match": "matches", "them": "it"}
+"""Plural and singular forms of the verbs and pronouns in `NOTES`."""
 
 
 class StoppedError(ChatmillError):
@@ -128,18 +128,27 @@ def prepare_command(
     if len(inputs) == 1 and (recipe := place(inputs[0])).name.lower().endswith(SUFFIXES):
         of_source = {"shape", "columns", "response_template", "instruction_template", "val_file"}
         of_recipe = [each for each in context.command.params if each.name in {*keys, *of_source}]
-        if flags := [each.opts[0] for each in of_recipe if _was_given(context, str(each.name))]:
+        if flags := [each.opts[0] for each in of_recipe if not is_default(context, str(each.name))]:
             them = "it" if len(flags) == 1 else "them"
             raise UsageError(f"{', '.join(flags)} cannot be used with a recipe; set {them} in {recipe} instead")
-        job = load_recipe(inputs[0])
+        job, default_tokenizer = load_recipe(inputs[0]), False
     else:
+        default_tokenizer = is_default(context, "tokenizer")
         options = ShapeOptions(columns, response_template, instruction_template)
         job = Job(_sources(inputs, val_file, shape, options), **keys)
     if engine == "ray" and "-" in [name for source in job.sources for name in source.inputs]:
         raise UsageError("-: Ray workers cannot read standard input; with --engine ray, pass files or URLs")
     chosen = _engine(engine, workers, address)
     flags_of_run = {"overwrite": overwrite, "resume": resume, "as_json": as_json}
-    run(job, output, engine=chosen, rejects=rejects, allow_code=allow_code or (), **flags_of_run)
+    run(
+        job,
+        output,
+        engine=chosen,
+        rejects=rejects,
+        allow_code=allow_code or (),
+        is_default_tokenizer=default_tokenizer,
+        **flags_of_run,
+    )
 
 
 def _sources(
@@ -148,11 +157,6 @@ def _sources(
     named: dict[str, Any] = asdict(options)
     only_val = [InputSource(tuple(val_files), shape, only_val=True, **named)] if val_files else []
     return (InputSource(tuple(inputs), shape, **named), *only_val)
-
-
-def _was_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def run(
@@ -165,6 +169,7 @@ def run(
     resume: bool,
     as_json: bool,
     allow_code: Sequence[str] = (),
+    is_default_tokenizer: bool = False,
 ) -> None:
     rejected = None
     if job.on_error == "skip":
@@ -175,7 +180,7 @@ def run(
 
         def advance(now: BuildProgress) -> None:
             if display.is_empty:
-                print_format(job.format, job.tokenizer, job.chat_template)
+                print_format(job.format, job.tokenizer, job.chat_template, is_default_tokenizer=is_default_tokenizer)
             display.show(now)
 
         try:
@@ -244,6 +249,9 @@ def _print_summary(output: Place, metadata: Metadata, *, limit: str) -> None:
             f"longest {split['longest']:,}, shards {split['shards']}"
         )
     print_ledger(metadata.ledger)
+    train, val = (metadata.splits[name].num_episodes if name in metadata.splits else 0 for name in ("train", "val"))
+    if val > train:
+        echo_line(f"note: val has more episodes than train ({val:,} and {train:,}); check that they are not swapped")
     for line in warnings_of(metadata.ledger):
         echo_line(f"note: {line.replace('raise --max-tokens', f'raise {limit}')}")
 
@@ -256,7 +264,7 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
             lost = f"{entry.trained:,} of {rendered:,} trained tokens were cut off"
             yield f"{lost}; raise --max-tokens, or use --fit windows"
         if bucket in ("noted", "dropped") and reason in NOTES and reason != "excluded":
-            yield _note(NOTES[reason], entry.rows or entry.tokens)
+            yield _note(NOTES[reason], entry.rows or entry.tokens, lost=_lost(entry.trained, rendered))
         if reason.startswith(UNREAD_KEY):
             yield unread_key(reason, entry.rows)
     # The ledger counts records excluded by id as filtered, and records excluded by line as dropped.
@@ -264,9 +272,15 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
         yield _note(NOTES["excluded"], excluded)
 
 
-def _note(template: str, number: int) -> str:
+def _lost(trained: int, rendered: int) -> str:
+    lost = f", and with {{them}} {trained:,} of {rendered:,} trained tokens ({share(trained, rendered)})"
+    return lost if trained else ""
+
+
+def _note(template: str, number: int, *, lost: str = "") -> str:
     nouns = {f"{noun.replace(' ', '_')}s": counted(number, noun) for noun in NOUNS}
-    return template.format(**nouns, **{verb: singular if number == 1 else verb for verb, singular in VERBS.items()})
+    forms = {plural: singular if number == 1 else plural for plural, singular in FORMS.items()}
+    return template.replace("{lost}", lost).format(**nouns, **forms)
 
 
 def script(shape: str, doc: str) -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from chatmill.answers import mask_answers, note_untrained
-from chatmill.cli.format_choice import print_format
+from chatmill.cli.format_choice import is_default, print_format
 from chatmill.cli.options import AsJson, console_on_stdout, counted, print_losses, progress, share
 from chatmill.cli.record_options import (
     Inputs,
@@ -40,6 +40,7 @@ SPAN_KEYS = ("start", "stop", "role", "part", "rule", "weight")
 
 
 def render_command(
+    context: typer.Context,
     inputs: Inputs,
     *,
     render: RenderOptions,
@@ -111,7 +112,12 @@ def render_command(
     valid = ledger.total("rendered").rows + ledger.total("filtered").rows
     if not ledger.total("rejected").rows:
         require_records(inputs, records, valid=valid)
-    print_format(render.format, render.tokenizer, template.chat_template)
+    print_format(
+        render.format,
+        render.tokenizer,
+        template.chat_template,
+        is_default_tokenizer=is_default(context, "tokenizer"),
+    )
     total = ledger.total("stored")
     trained = f"{total.trained:,} trained ({share(total.trained, total.tokens)})"
     typer.echo(f"{counted(total.rows, 'row')}, {total.tokens:,} tokens, {trained}", err=as_json)

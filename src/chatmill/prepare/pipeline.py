@@ -40,7 +40,7 @@ from chatmill.rows import File
 from chatmill.store.files import make_folder
 from chatmill.store.layout import REMOVED, WIDE
 from chatmill.store.metadata import Metadata, ShardInfo, SplitInfo, write_metadata
-from chatmill.store.publish import check_target, publish, refuse_inside
+from chatmill.store.publish import check_target, names_of, publish, refuse_inside
 from chatmill.store.remote_publish import Uploads, check_remote_target, publish_remote, scratch_folder
 
 UNIT_BYTES = 4 * 2**20
@@ -172,8 +172,12 @@ def units_of(
             about = (name, source.train_on or job.train_on, source.only_val, size, number, tests[number], excluded.ids)
             units.append(Unit(len(units), piece, *about))
     if not units:
-        raise DataError("the input is empty; expected at least one record")
+        raise DataError(f"{_names(inputs)}: the input is empty; expected at least one record")
     return units
+
+
+def _names(inputs: InputFiles) -> str:
+    return names_of([label(path) for files in inputs.groups for path in files])
 
 
 def relative_names(paths: Sequence[Place]) -> list[str]:
@@ -274,7 +278,7 @@ def _write(
 ) -> Metadata:
     """Write all files of the dataset from the staged rows; the metadata is written last."""
     if not ledger.total("read").rows:
-        raise DataError("the input has no records; expected at least one")
+        raise DataError(f"{_names(build.inputs)}: the input has no records; expected at least one")
     rendered, written = ledger.total("rendered", "repeated"), 0
 
     def on_tokens(count: int) -> None:

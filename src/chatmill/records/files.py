@@ -70,7 +70,8 @@ def suffix(path: Place) -> str:
     for known in reversed(SUFFIXES):
         if path.name.lower().endswith(known):
             return known
-    raise DataError(f"{shown(path)}: unsupported file type; expected {EXPECTED}")
+    advice = "; docs/reference/records.md shows how to convert it" if ".csv" in path.name.lower() else ""
+    raise DataError(f"{shown(path)}: unsupported file type; expected {EXPECTED}{advice}")
 
 
 def compression(path: Place) -> str:

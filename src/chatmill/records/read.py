@@ -354,8 +354,10 @@ def _transcript_shape(path: Place, *, is_transcript: bool) -> str:
         return "transcript-lines"
     if not is_transcript and not layout & (layout.MARKERS | layout.JSON) and layout & layout.TEXT:
         files.check_text(path)
-        names = ", ".join(SHAPES)
-        raise DataError(f"{files.shown(path)}: the file has no transcript markers; set the shape with --shape: {names}")
+        raise DataError(
+            f"{files.shown(path)}: is neither JSON nor a transcript, which has markers such as <|USER|>; "
+            "docs/reference/records.md lists the layouts that chatmill reads"
+        )
     if layout.shape is None:
         raise DataError(
             f"{files.shown(path)}: records could be separated by lines or by <|EOS|>; "

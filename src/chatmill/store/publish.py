@@ -132,6 +132,10 @@ def check_target(target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -
     if not target.exists():
         return
     if not overwrite:
+        if not target.is_dir():
+            raise DataError(f"{target}: already exists and is not a folder; use another name")
+        if any(target.iterdir()) and not (target / kind.marker).is_file():
+            raise DataError(f"{target}: already exists and has no {kind.marker}; use another name")
         raise DataError(f"{target}: already exists; use another name or pass --overwrite")
     _check_replaceable(target, target, kind)
 

@@ -61,7 +61,11 @@ def only_turns(record: Record) -> Record:
     for number, message in enumerate(record.messages):
         if message.role == NO_ROLE and not is_layout(message):
             what = f"message {number} is text outside turns, which a chat template cannot render"
-            raise RecordError(what, "use --format post-training, or remove the text", kind="text_outside_turns")
+            right = "use --format post-training, or remove the text"
+            if all(each.role == NO_ROLE for each in record.messages):
+                what = "the text has no turn markers such as <|USER|>"
+                right = "expected a transcript; docs/reference/records.md lists other layouts"
+            raise RecordError(what, right, kind="text_outside_turns")
     return msgspec.structs.replace(record, messages=[each for each in record.messages if each.role != NO_ROLE])
 
 
