@@ -23,7 +23,7 @@ def print_format(
     """
     if name is None and (chat_template is not None or is_default_tokenizer or _is_model(tokenizer)):
         _print_choice(tokenizer, chat_template)
-    if is_default_tokenizer:
+    if is_default_tokenizer and tokenizer == BYTES:
         print(
             f"note: the tokenizer is {tokenizer}, the default, with one token per byte; to use the tokenizer of a "
             "model, pass --tokenizer FOLDER",

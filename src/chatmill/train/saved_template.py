@@ -181,6 +181,6 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return read_plain(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({one_line(str(error))}); expected a chat template") from None
