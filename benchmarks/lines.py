@@ -173,7 +173,7 @@ def _pack(found: Any) -> list[Line]:
     fastest = plan["timings"][0]["seconds"] * plan["figures"]["times_trl"]
     made = [
         Line(
-            f"plan {found['rows']:,} lengths into rows of 4096",
+            f"assign {found['rows']:,} lengths to rows of 4096",
             seconds(plan["timings"][0]["seconds"]),
             f"{plan['figures']['floor']}, {seconds(plan['figures']['floor_s'])}",
             plan["figures"]["floor_s"] / plan["timings"][0]["seconds"],

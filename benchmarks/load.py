@@ -128,8 +128,8 @@ def peer_collator(shape: Shape, pad: int) -> Callable[[list[Any]], dict[str, Any
 
 
 def peer_batches(rows: Any, shape: Shape, pad: int) -> Callable[[], dict[str, Any]]:
-    """Return a function that loads the peer's next batch with a shuffling DataLoader, as in Trainer, and TRL's
-    collator.
+    """Return a function that loads the peer's next batch with TRL's collator and a shuffling DataLoader, as in
+    Trainer.
     """
     import torch
 

@@ -140,7 +140,7 @@ def planning(count: int, runs: int, peak: int) -> Comparison:
     fastest = min(peer.seconds for peer in of_trl)
     equal = bin_of.tolist() == naive_bin_of
     return Comparison(
-        f"plan {count:,} lengths (lognormal, mean {lengths.mean():.0f}) into rows of {CAPACITY}",
+        f"assign {count:,} lengths (lognormal, mean {lengths.mean():.0f}) to rows of {CAPACITY}",
         [
             timing("chatmill pack_lengths", seconds, len(bins)),
             timing("best fit decreasing, one row at a time", naive_seconds, naive_bins),

@@ -90,7 +90,7 @@ RECORDS = {
         ),
         (
             turn(role="user", reasoning="b"),
-            "message 1 has reasoning on role user; expected reasoning only on role assistant",
+            "message 1 has reasoning, but its role is user; expected reasoning only in assistant messages",
         ),
         (turn(train=1), "message 1: train is a number; expected true or false"),
         (turn(weight="1"), "message 1: weight is a string; expected a number, 0 or more"),
@@ -117,7 +117,7 @@ RECORDS = {
         (turn(tool_calls=["f"]), "message 1, tool call 0 is a string; expected an object with name and arguments"),
         (
             turn(role="user", tool_calls=[{"name": "f", "arguments": {}}]),
-            "message 1 has tool_calls on role user; expected tool_calls only on role assistant",
+            "message 1 has tool_calls, but its role is user; expected tool_calls only in assistant messages",
         ),
         (call(type="custom"), 'message 1, tool call 1 has type "custom"; expected "function"'),
         (call(id=1), "message 1, tool call 1: id is a number; expected a string"),

@@ -154,7 +154,7 @@ def test_training_keys_of_other_trainers_are_refused_on_other_roles():
         turns = [{"role": "user", "content": "q", key: value}, {"role": "assistant", "content": "a"}]
         refused = outcome("messages", {"messages": turns})
         assert isinstance(refused, RecordError)
-        assert f"message 0 has {key} on role user" in str(refused)
+        assert f"message 0 has {key}, which is only for assistant messages, but its role is user" in str(refused)
         turns[0][key] = 0 if key != "loss" else False
         assert isinstance(outcome("messages", {"messages": turns}), Record)
 

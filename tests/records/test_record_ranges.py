@@ -71,7 +71,7 @@ def test_invalid_ranges_are_refused(given, fault):
 def test_ranges_are_only_for_assistant_messages_with_one_text(role, key):
     value = [[0, 3, 0]] if key == "train_ranges" else DETAIL
     with pytest.raises(
-        RecordError, match=f"^message 0 has {key} on role {role}; expected ranges only on role assistant$"
+        RecordError, match=f"^message 0 has {key}, but its role is {role}; expected ranges only in assistant messages$"
     ):
         read(key, value, role)
     parts = [{"type": "text", "text": TEXT}]
@@ -118,7 +118,7 @@ def test_sharegpt_and_tool_turns_can_have_ranges():
     assert sharegpt({"conversations": [turn]}).messages == [read("train_detail", DETAIL)]
     turn = {"role": "assistant", "content": TEXT, "train_ranges": [[0, 3, 0]]}
     assert tool({"messages": [turn]}).messages == [read("train_ranges", [[0, 3, 0]])]
-    with pytest.raises(RecordError, match="message 0 has train_ranges on role tool"):
+    with pytest.raises(RecordError, match="message 0 has train_ranges, but its role is tool"):
         tool({"messages": [{"role": "toolresult", "content": "x", "train_ranges": [[0, 1, 0]]}]})
 
 

@@ -310,20 +310,21 @@ def test_pages_that_cannot_be_written_are_reported_without_an_error(sums_data, m
     def pages_of(page, count=1):
         written.clear(), notes.clear()
         report_pages([source] * count, page, write=written.__setitem__, note=notes.append)
-        return sorted(written), [note.removeprefix(f"{sums_data}: trackers get no report page") for note in notes]
+        prefix = f"{sums_data}: no report page is sent to the trackers"
+        return sorted(written), [note.removeprefix(prefix) for note in notes]
 
     assert pages_of(report_page) == (["report.html"], [])
     assert pages_of(str, count=2) == (["report-1.html", "report-2.html"], [])
     assert pages_of(None) == (
         [],
-        ["trackers get no report page about the data; use `chatmill train` to report the page"],
+        ["no report page about the data is sent to the trackers; use `chatmill train` to send it"],
     )
     assert pages_of(broken) == ([], [" ([Errno 28] No space left on http://me:password@host/device\\n)"])
     monkeypatch.setattr(pages, "MOST_TOKENS", 10)
     tokens = sum(source.dataset[split].num_tokens for split in ("train", "val"))
     assert pages_of(report_page) == (
         [],
-        [f", because the dataset has {tokens:,} tokens; write the page with `chatmill report`"],
+        [f", because the dataset has {tokens:,} tokens (limit: 10); run `chatmill report` to write the page"],
     )
 
 

@@ -138,7 +138,10 @@ def check_ids(batch: Batch, model: CausalModel, loader: EpisodeLoader, world: Wo
 def raise_unknown(fault: str | None, loader: EpisodeLoader) -> None:
     if fault is not None:
         place = loader.dataset_dir
-        raise DataError(f"{place}: {fault}, so the data has changed; run chatmill verify {place} --full")
+        raise DataError(
+            f"{place}: {fault}; the ids were in range when the run started, so the files have changed; "
+            f"run chatmill verify {place} --full"
+        )
 
 
 class Samples:

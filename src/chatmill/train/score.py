@@ -252,8 +252,8 @@ def _check_ids(rows: Rows, source: DataSource, model: CausalModel) -> None:
     largest = max(int(rows.ids.max(initial=0)), int(rows.spans["target"].max(initial=0)))
     if largest >= model.vocab_size:
         raise DataError(
-            f"{source.path}: has the token id {largest}, but the model's vocabulary size is {model.vocab_size:,}, "
-            f"so the data has changed; run chatmill verify {source.path} --full"
+            f"{source.path}: has the token id {largest}, but the model's vocabulary size is {model.vocab_size:,}; "
+            f"the data no longer matches its metadata; run chatmill verify {source.path} --full"
         )
 
 

@@ -358,7 +358,7 @@ def read_weight(fields: KeyReader, role: Role | None = None) -> float | None:
         right = "expected 0 instead" if 0 < number < 1 else "expected a finite number, 0 or more"
         raise RecordError(f"{owner} has {key} {one_line(str(number))}", right, kind="weight")
     if number and key in ANSWER_KEYS and role not in (None, "assistant"):
-        what = f"{owner} has {key} on role {role}, but this key is for assistant messages"
+        what = f"{owner} has {key}, which is only for assistant messages, but its role is {role}"
         raise RecordError(what, "use weight or train instead", kind="weight")
     if number and role == "tool":
         what = f"{owner} is a tool result with a weight above 0"
@@ -374,8 +374,8 @@ def reasoning(turn: KeyReader, role: Role) -> str:
         what = f"{turn.owner} has reasoning under two keys, with different texts"
         raise RecordError(what, "expected reasoning under only one key", kind="content")
     if given and role != "assistant":
-        what = f"{turn.owner} has reasoning on role {role}"
-        raise RecordError(what, "expected reasoning only on role assistant", kind="content")
+        what = f"{turn.owner} has reasoning, but its role is {role}"
+        raise RecordError(what, "expected reasoning only in assistant messages", kind="content")
     return given.pop() if given else ""
 
 

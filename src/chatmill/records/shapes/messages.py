@@ -251,7 +251,7 @@ class _Parts:
         text = part.text(next((key for key in ("value", "content") if key in part), "text"))
         own = fields.read_weight(part, self.role)
         if own is not None and self.role != "assistant":
-            what = f"{part.owner} has a weight on role {self.role}"
+            what = f"{part.owner} has a weight, but the role of its message is {self.role}"
             raise RecordError(what, "only parts of assistant messages can have weights", kind="weight")
         if own is not None and text and weight != 0:
             # As in Axolotl, weight 0 on a message overrides the weights of its parts.
@@ -280,8 +280,8 @@ def _tool_calls(turn: KeyReader, role: Role) -> tuple[ToolCall, ...]:
     if type(calls) not in (list, tuple):
         raise RecordError(wrong_type(turn.owner, "tool_calls", calls), "expected a list", kind="arguments")
     if calls and role != "assistant":
-        what = f"{turn.owner} has tool_calls on role {role}"
-        raise RecordError(what, "expected tool_calls only on role assistant", kind="arguments")
+        what = f"{turn.owner} has tool_calls, but its role is {role}"
+        raise RecordError(what, "expected tool_calls only in assistant messages", kind="arguments")
     numbered = enumerate(calls)
     return tuple(
         _tool_call(turn, f"{turn.owner}, tool call {index}", "tool_calls[].", call) for index, call in numbered

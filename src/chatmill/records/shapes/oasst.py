@@ -1,4 +1,4 @@
-"""The `oasst1` shape: message trees, each read as the conversation along the best-ranked replies.
+"""The `oasst1` shape: message trees, each read as one conversation that follows the best-ranked replies.
 
 A tree is stored as one JSON object, or as one message per line, which `grouped` joins into a JSON list.
 """

@@ -30,8 +30,8 @@ def read_ranges(turn: KeyReader, role: Role, content: Any, weight: float | None)
     if type(entries) not in (list, tuple):
         raise RecordError(wrong_type(owner, key, entries), "expected a list of ranges", kind="ranges")
     if role != "assistant" and entries:
-        what = f"{owner} has {key} on role {role}"
-        raise RecordError(what, "expected ranges only on role assistant", kind="ranges")
+        what = f"{owner} has {key}, but its role is {role}"
+        raise RecordError(what, "expected ranges only in assistant messages", kind="ranges")
     if type(content) is not str and entries:
         what = f"{owner} has {key}, but content is {named(content)}"
         raise RecordError(what, "expected the content as a string", kind="ranges")
