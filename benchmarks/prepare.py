@@ -290,7 +290,7 @@ def main() -> None:
             " + ".join(f"{part:.2f}" for part in parts.values()) + " s",
         ),
         (
-            "speed relative to the bare parts" + ("" if template else " (target 0.5)"),
+            "speed relative to the floor" + ("" if template else " (target 0.5)"),
             f"{figures['share_of_bare']:.2f}",
         ),
         ("  bare decode and encode, two processes at the same time", f"{at_once:.2f} s"),

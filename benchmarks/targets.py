@@ -136,7 +136,7 @@ TARGETS = [
         left="each worker runs the template for every structure (24 structures, 624 runs, 0.35 s). It also checks "
         "every row (0.30 s), and adds token positions (0.26 s) and spans (0.14 s).",
     ),
-    Target("preparing: speed relative to the bare parts", 0.5, lambda r: r["prepare"]["share_of_bare"]),
+    Target("preparing: speed relative to the floor", 0.5, lambda r: r["prepare"]["share_of_bare"]),
     Target(
         "preparing: memory of all processes",
         1200,

@@ -98,7 +98,8 @@ def pack_sft_ids_and_mask(
     ids: list[int], mask: list[bool], *, S: int, sys_id: int, usr_id: int, asst_id: int, eot_id: int, pad_id: int
 ) -> tuple[list[int], list[bool]]:
     """Truncate or pad ids and mask to exactly S tokens. If a chat has more than S tokens, its oldest exchanges are
-    removed and, if it is still too long, tokens on the left. A chat with fewer than S tokens is padded on the right.
+    removed. If it is still too long, tokens are removed from the left. A chat with fewer than S tokens is padded on the
+    right.
 
     The mask is truncated but not recomputed, so the remaining tokens of a truncated answer are still trained on.
 

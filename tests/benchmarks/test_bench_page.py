@@ -178,7 +178,7 @@ def test_every_target_finds_its_figure_and_those_that_are_missed_are_named(run):
         "preparing: speedup over TRL",
         "preparing with a chat template: speedup over TRL",
         "preparing with a chat template: time relative to ChatML",
-        "preparing: speed relative to the bare parts",
+        "preparing: speed relative to the floor",
         "preparing: memory for ten times the data",
         "batches of (16, 4096): slowdown with an audit log",
         "loading from a bucket, cold: share of a 100 MB/s link used over a shuffled epoch",

@@ -72,7 +72,7 @@ def test_all_faults_are_reported_in_one_error():
             {"batch_size": 8, "gradient_accumulation_steps": 3},
             "8 cannot be split into 3 equal parts; expected a multiple",
         ),
-        ({"packing": "bins", "episode_min_tokens": 0}, "packing bins requires at least 1"),
+        ({"packing": "bins", "episode_min_tokens": 0}, "packing=bins requires at least 1"),
         (
             {"mix_sft": {"a": -1, "b": 0}},
             "the weight of a is -1; expected a number above 0; mix_sft: the weight of b is 0",

@@ -36,7 +36,7 @@ class SavedState(NamedTuple):
 
 
 def saved_states(path: Path, log: Path) -> dict[str, SavedState]:
-    """Return the audit states for a log in a checkpoint folder or a JSON file, keyed by file name."""
+    """Return the audit states that a checkpoint folder or a JSON file stores for a log, keyed by file name."""
     states: dict[str, SavedState] = {}
     for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
         try:

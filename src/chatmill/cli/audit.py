@@ -101,7 +101,10 @@ def replay_command(
     dataset: DatasetDir = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="Tokenizer to decode the ids with.", show_default="bytes, if the dataset was built with it"),
+        typer.Option(
+            help="Tokenizer to decode the ids with.",
+            show_default="the `bytes` tokenizer, if the dataset was built with it",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -70,7 +70,7 @@ class LoadConfig(Config):
                 "expected a multiple of gradient_accumulation_steps"
             )
         if self.packing == "bins" and self.episode_min_tokens < 1:
-            yield "episode_min_tokens is 0; packing bins requires at least 1"
+            yield "episode_min_tokens is 0; packing=bins requires at least 1"
         if self.mix_sft is not None and self.mix_epochs is not None:
             yield "mix_sft and mix_epochs are both set; set only one of them"
         if self.mix_epochs is not None and self.mix_by != "rows":

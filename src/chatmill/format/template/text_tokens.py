@@ -2,8 +2,8 @@
 
 Special tokens are never recognized in text. Added tokens that the template writes in a header or at the end of a turn,
 such as DeepSeek's `<｜User｜>`, are not recognized either. All other added tokens are considered tags inside answers,
-and are recognized. To find the tokens in headers and at turn ends, the template renders small conversations with words
-that occur in no template:
+and are recognized. To find the tokens in headers and at turn ends, this module renders small conversations whose words
+occur in no template:
 
     <｜User｜> QzUser0 <｜Assistant｜></think> QzAssistant1 <｜end▁of▁sentence｜> <｜User｜> QzUser2
     header            header       tag                  end                 header
