@@ -181,7 +181,8 @@ def test_a_new_run_shows_answers_and_a_resumed_run_only_counts(tmp_path, capsys)
     assert [stored[name] for name in ("step", "rows", "as_text", "warnings")] == [1, 4, True, []]
     assert [f"  trains  {each['answer']}" for each in stored["answers"]] == began[3:10:3]
     resumed = run(max_iters=4, resume="auto")
-    assert [line.split(":")[0] for line in resumed if not line.startswith(("resuming from", "step"))] == ["first batch"]
+    lines = [line.split(":")[0] for line in resumed if not line.startswith(("resuming from", "step"))]
+    assert lines == ["max_iters was 2, but is now 4", "first batch"]
     assert json.loads((tmp_path / "run/first_batch.json").read_text()) == stored
 
 
