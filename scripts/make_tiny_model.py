@@ -183,8 +183,9 @@ def write_weights(folder: Path, *, vocab_size: int, hidden_size: int, layers: in
     )
     with torch.random.fork_rng():
         model = Qwen3ForCausalLM(config)
-    # numpy's uniform random numbers are identical on every processor, unlike torch's normal random numbers. Each matrix
-    # has variance 1 / inputs: with smaller tied embeddings, the loss could not get close to 0.
+    # numpy's uniform random numbers are identical on every processor, unlike torch's normal random numbers. The
+    # variance of each matrix is 1 / (number of columns): if the tied embeddings were smaller, the loss could not get
+    # close to 0.
     random = np.random.default_rng(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):

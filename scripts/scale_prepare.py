@@ -3,8 +3,8 @@
     python scripts/scale_prepare.py [--conversations 50000] [--tokenizer FILE] [--ray] [--json]
 
 Each input conversation is made by joining several from data/conversations.jsonl. With `--ray`, the dataset is also
-built on a local Ray cluster of `--workers` CPUs, and written to a local S3 server (moto). Times are the elapsed seconds
-and the CPU seconds of the main process.
+built on a local Ray cluster of `--workers` CPUs, and written to a local S3 server (moto). All times are in seconds: the
+elapsed time, and the CPU time of the main process.
 """
 
 from __future__ import annotations

@@ -169,8 +169,8 @@ def peer_ids(
 
 
 def tagged(name: str, original: TemplateRenderer, derived: Mapping[str | None, DerivedAnswers], tokenizer: Path) -> str:
-    """Describe how the loss mask of TRL's template with generation tags differs from chatmill's mask, for probe
-    conversations that both templates render to the same text.
+    """Describe how the loss mask of TRL's template with generation tags differs from chatmill's mask of the original
+    template. Only probe conversations that both templates render to the same text are compared.
     """
     has_tags = "{%- generation -%}" in original.folder.template.source
     edition = name if has_tags else f"{name}_training"

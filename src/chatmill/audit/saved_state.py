@@ -25,7 +25,9 @@ LOADED_HASHES = ("dataset_sha256", "config_sha256")
 
 
 class SavedState(NamedTuple):
-    """The audit state in a checkpoint, and `run`, the JSON object that contains it and usually the loader state."""
+    """The audit state in a checkpoint; `run` is the JSON object that contains the audit state and, usually, the loader
+    state.
+    """
 
     audit: Mapping[str, Any]
     run: Mapping[str, Any]

@@ -61,9 +61,9 @@ def verify_log(
 ) -> AuditResult:
     """Recompute every line of an audit log from the dataset, and check every byte of the dataset.
 
-    `dataset` defaults to the dataset that the log names. `heads` maps the name of each checkpoint to the hash of the
-    log line that the checkpoint stores. `states` is the result of `saved_states`; every field of these checkpoint
-    states must match the log. `progress` is called with the number of steps that were just verified.
+    `dataset` defaults to the dataset that the log names. `heads` maps the name of each checkpoint to its stored head,
+    which is the hash of a log line. `states` is the result of `saved_states`; every field of these checkpoint states
+    must match the log. `progress` is called with the number of steps that were just verified.
 
         result = verify_log("logs/audit/audit_20260103T164419Z.log", "data/v1")
         assert result.fault is None
@@ -295,7 +295,8 @@ def load_run(line: LogLine, dataset: str | Place | None) -> LoggedRun:
 def recompute(run: LoggedRun, at: Cursor, stop: int) -> tuple[list[PlannedStep], NDArray[np.uint64], Index | None]:
     """Rebuild the batches of a run from the cursor `at` up to, but not including, step `stop`.
 
-    Return the steps, the digest of the rows that the log records, and the amount of data from each source.
+    Return the steps, the combined digest of their rows, and the amount of data from each source. If the log covers only
+    the rows of rank 0, so do the digest and the amounts.
     """
     steps: list[PlannedStep] = []
     for step in run.plan.steps(at):

@@ -68,7 +68,7 @@ OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace an exi
 
 
 def print_losses(ledger: Ledger, *, err: bool = False) -> None:
-    """Print the ledger's counts of repeated, truncated, dropped and noted rows and tokens, one line per reason."""
+    """Print how many rows and tokens the ledger lists as repeated, truncated, dropped or noted, one line per reason."""
     for bucket, reason, entry in ledger:
         if reason.startswith(UNREAD_KEY):
             typer.echo(f"note: {unread_key(reason, entry.rows)}", err=err)

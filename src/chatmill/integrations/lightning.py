@@ -163,7 +163,7 @@ class EpisodeDataModule(LightningDataModule):
     def trained_batches(self) -> int:
         """Number of batches that the trainer has finished since the start of the run."""
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
-        # Lightning counts a batch that a hook skips as processed, but not as started.
+        # If a hook skips a batch, Lightning counts the batch as processed, but not as started.
         return min(progress.started, progress.processed)
 
     def num_batches(self) -> int | None:

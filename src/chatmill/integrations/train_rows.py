@@ -201,7 +201,8 @@ class TrainRows(Dataset[ModelInputs]):
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         stride = count * world_size
         is_of_rank = rows == list(range(first, first + count)) and first % stride == rank * count
-        # A resumed run may start at any step. If the second batch does not follow the first, rows are sharded twice.
+        # A resumed run may start at any step, so accept any first batch. If the second batch does not follow the first,
+        # the rows are sharded twice.
         follows = first == self._next
         starts = (first - number * stride) % self.config.batch_size == rank * count and self._start in (None, first)
         if not is_of_rank or not (follows or starts):

@@ -25,7 +25,7 @@ WARM_UP = "{% for m in messages %}{{ m.content }}{% generation %}{{ m.role | toj
 
 
 class TRLSetup(msgspec.Struct, frozen=True):
-    """The settings with which TRL trains on conversations for a given chat template."""
+    """TRL's settings for training on conversations with a given chat template."""
 
     version: str
     max_length: int | None

@@ -298,8 +298,8 @@ class _PaddedRuns:
             self._real[borders] = False
 
     def put(self, values: NDArray[Any], padding: NDArray[Any] | int, borders: NDArray[Any] | int = 0) -> NDArray[Any]:
-        """Return one value per run: `padding` for padding runs, `borders` for runs listed in `self._borders`, else
-        `values`.
+        """Return one value per run: `padding` for padding runs, `borders` for the runs listed in `self._borders`, and
+        `values` for all other runs.
         """
         out = np.empty(len(self._real), dtype=values.dtype)
         out[self._real], out[self._padding] = values, padding

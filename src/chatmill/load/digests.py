@@ -1,6 +1,6 @@
 """Compute the row digests of a batch for the audit log.
 
-`sha256_rows` hashes only the data that determines a row, which is a third of its bytes. `blake2b_rows` hashes all
+`sha256_rows` hashes only the data that determines a row, which is a third of the row's bytes. `blake2b_rows` hashes all
 bytes; audit logs of earlier versions contain its digests. `_batch.c` computes the same digests as `sha256_rows` while
 it writes the rows. Digests of rows, ranks or steps are combined by addition, modulo 2^64 in each column.
 """

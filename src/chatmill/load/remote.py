@@ -1,7 +1,7 @@
 """Prefetch datasets at URLs: download the objects that the next batches need, in order of first use.
 
-A shuffled epoch needs nearly all shards within a few batches. The index files of all shards are downloaded first,
-because packing reads them, then the other files of each shard.
+In a shuffled epoch, the first few batches already need nearly all shards. The index files of all shards are downloaded
+first, because packing reads them; the other files of each shard follow.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def shards_in_order(plan: LoadPlan, at: Cursor, steps: int | None) -> list[int]:
 
 
 def _num_positions(plan: LoadPlan, steps: int | None) -> int:
-    """Estimate the number of episodes in `steps` batches; if `steps` is None, in one epoch or one pass over a mix."""
+    """Estimate the number of episodes in `steps` batches or, if `steps` is None, in an epoch or a pass over a mix."""
     if steps is None:
         return plan.pass_episodes
     rows = steps * plan.config.batch_size

@@ -20,7 +20,8 @@ def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
     """Return the average number of tokens, or of trained tokens (see `mix_by`), that an episode contributes to a batch.
 
     The token counts are read from the metadata. The episode index is scanned if episodes are skipped or truncated. The
-    index is also scanned to count trained tokens by the loss mask, because the first token of each row has no loss.
+    index is also scanned if trained tokens are counted by the loss mask, because the first token of each row has no
+    loss.
     """
     episodes = source.episodes(split)
     by_mask = config.mix_by == "trained_tokens" and config.use_loss_mask
@@ -45,7 +46,7 @@ def episode_tokens(source: DataSource, split: str) -> int:
 
 
 def marked_tokens(source: DataSource, split: str) -> int:
-    """Count the tokens in the episodes of a split that the loss mask selects."""
+    """Count the tokens that the loss mask selects in the episodes of a split."""
     dataset = source.dataset
     if isinstance(dataset, PrimerCache):
         return dataset.meta.splits[split].num_label_tokens
@@ -81,7 +82,7 @@ def _ranges(episodes: Episodes, shard: int) -> tuple[Index, Index]:
 
 
 def _marked(episodes: Episodes, shard: int, start: Index, stop: Index) -> int:
-    """Count the tokens in the given ranges that the loss mask selects; a token in several ranges is counted once per
+    """Count the tokens that the loss mask selects in the given ranges; a token in several ranges is counted once per
     range.
     """
     with reading():

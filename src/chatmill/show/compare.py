@@ -133,7 +133,9 @@ class Clues:
 
 
 def compare_row(row: Rows, peer: PeerRow, clues: Clues) -> RowComparison:
-    """Compare one row with another library's row; the first token of a row is never predicted."""
+    """Compare one row with another library's row. The first token of a row counts as not trained, because it is never
+    predicted.
+    """
     ours, theirs = _never_first(row.mask()), _never_first(peer.trained)
     theirs[peer.kept :] = False
     counts, differences, weighted = Counts(), [], 0

@@ -54,10 +54,10 @@ class Reason:
 
 @dataclass
 class Refusals:
-    """Number of records that one library refuses for one kind of reason, with the first such record."""
+    """Number of records that one library rejects for one kind of reason, with the first such record."""
 
     reason: str
-    """The reason given for the first of the refused records."""
+    """The reason for rejecting the first of these records."""
     place: str
     records: int = 0
 
@@ -87,8 +87,8 @@ class Comparison:
         return self.records == self.outcomes[Outcome.EQUAL] + self.refused["both"]
 
     def refuse(self, place: str, *, chatmill: tuple[str, str] | None, peer: tuple[str, str] | None) -> None:
-        """Add a record that one or both libraries refuse; `chatmill` and `peer` are (kind of reason, reason) of the
-        library that refuses it.
+        """Add a record that one or both libraries reject; `chatmill` and `peer` are pairs (kind of reason, reason), or
+        None if the library accepts the record.
         """
         self.refused["both" if chatmill and peer else "chatmill" if chatmill else "TRL"] += 1
         for name, refusal in (("chatmill", chatmill), ("TRL", peer)):
@@ -204,7 +204,7 @@ def _line(views: tuple[TokenView, ...]) -> Text:
 
 
 def outcome_lines(comparison: Comparison) -> Iterator[str]:
-    """Yield lines with the number of records for each outcome, and with the reasons for refusals."""
+    """Yield lines with the number of records for each outcome, and with the reasons for rejecting records."""
     yield f"{comparison.records:,} records: " + ", ".join(
         [f"{comparison.outcomes[each]:,} {each.value}" for each in Outcome if comparison.outcomes[each]]
         + [f"{comparison.refused[name]:,} refused by {name}" for name in REFUSED if comparison.refused[name]]

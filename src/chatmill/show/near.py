@@ -51,7 +51,8 @@ class NearDuplicateFinder:
     def find(self, split: str, number: int) -> NearDuplicates:
         """Return up to LISTED episodes with an estimated similarity of at least MIN_SIMILARITY.
 
-        The similarity of two episodes is the Jaccard index of their sets of 5-token sequences, without system messages.
+        The similarity of two episodes is the Jaccard index of their sets of 5-token sequences; system messages are
+        ignored.
         """
         own = signatures_of(self._view.row(split, number))[0]
         with self._lock:

@@ -106,7 +106,9 @@ def audit_logs(places: Sequence[Path]) -> list[Path]:
 
 
 def timeline(log: Path) -> list[dict[str, Any]]:
-    """Return all lines of an audit log; `abandoned` is true for lines between a checkpoint and a resume from it."""
+    """Return all lines of an audit log; `abandoned` is true for lines between a checkpoint and the `resume` line of a
+    run that continued from the checkpoint.
+    """
     lines: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}
     for number, line in enumerate(read_log(log), 1):

@@ -121,7 +121,7 @@ def application(viewer: Viewer) -> ASGIApp:
 
 
 def _guarded(app: ASGIApp) -> ASGIApp:
-    """Wrap an ASGI app: refuse requests with a wrong host, method or origin, and add `HEADERS` to all responses."""
+    """Wrap an ASGI app: reject requests with a wrong host, method or origin, and add `HEADERS` to all responses."""
     headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:

@@ -44,7 +44,9 @@ class SourceRecord:
     """Whether the hash of the record equals the hash stored in the dataset; None if the dataset has no hash."""
 
     def for_display(self) -> dict[str, Any]:
-        """Return a JSON object for the viewer: the record as escaped text (JSON is indented), and three flags."""
+        """Return a JSON object for the viewer: the record as escaped text (JSON is indented), and the flags `as_read`,
+        `same` and `cut`.
+        """
         text = self.raw.rstrip(b"\r\n").decode("utf-8", "backslashreplace")
         with suppress(ValueError, RecursionError):
             text = json.dumps(json.loads(self.raw), indent=2, ensure_ascii=False)

@@ -161,7 +161,9 @@ def _count(
     *,
     segments: bool = False,
 ) -> None:
-    """Add the numbers of tokens and trained tokens of each role, part, rule or source to `table`, by name."""
+    """Add the numbers of tokens and trained tokens of each role, part, rule or source to `table`, which is keyed by
+    name.
+    """
     occurrences = np.bincount(codes)
     token_sums, trained_sums = (np.bincount(codes, weights=values) for values in (tokens, trained))
     for code in np.flatnonzero(occurrences).tolist():

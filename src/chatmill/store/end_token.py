@@ -87,8 +87,8 @@ IN_BRACKETS = re.compile(r"</s>|[<\[]\|?[^\s<>\[\]|]+\|?[>\]]")
 
 
 class _Named(NamedTuple):
-    """A key in a JSON object that is the name of an end token, with its value. Among several keys, the smallest tuple
-    takes precedence.
+    """A key of a JSON object that names an end token, and the value of the key. If there are several such keys, the one
+    with the smallest (`depth`, `is_part`, `rank`) is used.
     """
 
     depth: int

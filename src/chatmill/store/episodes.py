@@ -96,7 +96,7 @@ class Episodes:
                 self.check(run.shard for run in runs)
 
     def sweep(self, *, tokens: int = 1 << 22) -> Iterator[Rows]:
-        """Yield all episodes in order, in chunks of at most `tokens` tokens, or of one episode that is longer."""
+        """Yield all episodes in order, in chunks of at most `tokens` tokens; a longer episode is a separate chunk."""
         first = 0
         while first < len(self):
             lengths = self.lengths_of(np.arange(first, min(len(self), first + (1 << 16))))

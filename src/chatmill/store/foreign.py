@@ -5,7 +5,7 @@ If the caller passes `token_dtype`, tokens are read as this type.
 If mask.bin exists, the file sizes give the number of bytes per token, because mask.bin has one byte per token.
 Without mask.bin, the type or the token counts in dataset_metadata.json give the number of bytes per token.
 Without mask.bin and metadata, tokens are read as uint16 if tokens.bin is too small to contain the episodes as uint32.
-If the number of bytes per token is ambiguous, the dataset is refused until `token_dtype` is set.
+If the number of bytes per token is ambiguous, opening the dataset raises an error unless `token_dtype` is set.
 The mask, the metadata and `token_dtype` must not contradict each other.
 """
 
@@ -82,8 +82,8 @@ def _is_foreign_state(folder: OpenFolder, path: Path) -> bool:
         state = json.loads(folder.read(path))
     except (OSError, ValueError, RecursionError):
         return False
-    # Accept a state that lacks only one of chatmill's keys as chatmill's, because a flipped bit damages at most one
-    # key.
+    # If only one of chatmill's keys is missing, assume that chatmill wrote the file, because a flipped bit damages at
+    # most one key.
     return isinstance(state, dict) and len(state.keys() & STATE_KEYS) < len(STATE_KEYS) - 1 and names_tokens(state)
 
 

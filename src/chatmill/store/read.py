@@ -231,7 +231,7 @@ class Dataset:
             control, ids = state.get("control"), state.get("special_token_ids")
             both = isinstance(control, dict) and isinstance(ids, dict)
             if control and ids and both and all(type(ids.get(key)) is int for key in control):
-                # `tokenizer_state.json` is sorted by key, but added tokens got their ids in the order of the format.
+                # The file is sorted by key, but added tokens have ids in the order in which the format lists them.
                 state["control"] = {key: control[key] for key in sorted(control, key=ids.__getitem__)}
         return state
 

@@ -1,8 +1,9 @@
 """Find the record weights of stored conversations.
 
-A dataset has no column for record weights. The weight of a record is stored only as the weight of tokens that the rule
-`role` trains, so it is unknown if there are no such tokens. Blocks and rows made by `--fit windows` contain parts of
-conversations, so the weight of a record may also be found in another row.
+A dataset has no column for record weights. The weight of a record is stored only as the loss weight of its trained
+tokens with the rule `role`; without such tokens, the record weight is unknown. Blocks and rows made by `--fit windows`
+contain only parts of conversations, so a record weight that is missing in one part may be stored in another part of the
+same conversation.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ Chunk = tuple[Table, Index, Table]
 
 @dataclass(frozen=True)
 class RecordWeights:
-    """Record weights of conversations where the rule `role` trains tokens in the new loss mask but not in the old."""
+    """The record weights of conversations that have trained tokens with the rule `role` in the new loss mask, but not
+    in the old one.
+    """
 
     keys: Keys
     """The origins of the conversations as bytes, sorted."""
@@ -47,7 +50,7 @@ class RecordWeights:
 
 
 def find_record_weights(chunks: Callable[[], Iterator[Chunk]], train_on: TrainOn) -> RecordWeights:
-    """Find the conversations that do not contain their record weight, then search all chunks for these weights."""
+    """Find conversations that need a record weight but do not store it, then search all chunks for these weights."""
     missing = [_keys(origins[_is_missing(spans, first, train_on)]) for spans, first, origins in chunks()]
     keys = np.unique(np.concatenate(missing)) if missing else _keys(np.empty(0, dtype=ORIGIN))
     lowest, highest = (np.full(len(keys), limit, dtype=np.float32) for limit in (np.inf, 0))
@@ -61,7 +64,9 @@ def find_record_weights(chunks: Callable[[], Iterator[Chunk]], train_on: TrainOn
 
 
 def _is_missing(spans: Table, first_span: Index, train_on: TrainOn) -> NDArray[np.bool_]:
-    """For each conversation, return whether the rule `role` trains tokens in the new loss mask but not in the old."""
+    """For each conversation, return whether it has trained tokens with the rule `role` in the new loss mask, but not in
+    the old one.
+    """
     gains = select(spans, first_span, train_on) & (spans["rule"] == Rule.ROLE)
     gained = np.diff(offsets(gains)[first_span])
     missing: NDArray[np.bool_] = (gained > 0) & (weights_by_role(spans, first_span) == 0)

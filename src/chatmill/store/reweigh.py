@@ -1,8 +1,8 @@
 """Create a copy of a dataset with a different loss mask. Only spans and masks are written; all other files are shared
 with the original.
 
-The tokens are not read. Only weights that follow from the role of a message change; weights with any other rule, such
-as `flag` or `range`, are kept. The weights of whole records are applied again (see `record_weights`).
+The tokens are not read. Only the weights of spans with the rule `role` change; the weights of spans with any other
+rule, such as `flag` or `range`, are kept. The weights of whole records are applied again (see `record_weights`).
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ class SplitWriter:
     """Writes the rows of one split to the folders `shard_00000`, `shard_00001` and so on.
 
     A new shard starts if the next row would make the current shard longer than `shard_tokens` tokens; a row longer than
-    `shard_tokens` gets a separate shard. The written bytes depend only on the rows, not on how the rows are divided
-    between calls to `append`. Call `close` to complete the split. The writer is also a context manager, which closes
-    the files if the `with` block fails.
+    `shard_tokens` is written to a separate shard. The written bytes depend only on the rows, not on how the rows are
+    divided between calls to `append`. Call `close` to complete the split. The writer is also a context manager, which
+    closes the files if the `with` block fails.
 
     If several processes each write some shards of the split, `first` is the index of this process's first shard, and
     `files` maps input files to their indices in the whole split. `on_shard` is called with the folder and the

@@ -52,7 +52,7 @@ class PromptStyle:
 
 
 def _around(text: str, inner: str, end: str) -> str:
-    """Return a Jinja expression for `text`, with `inner` and the end token in place of `{}`."""
+    """Return a Jinja expression for `text` in which `{}` is replaced by the expressions `inner` and `end`."""
     before, _, after = text.partition("{}")
     parts = [_quoted(before)] if before else []
     parts += [inner, *([end] if end else []), *([_quoted(after)] if after else [])]
