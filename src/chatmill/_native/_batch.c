@@ -290,8 +290,8 @@ static PyObject *rows(PyObject *module, PyObject *args) {
     int64_t blocks[SHA256_AVX512];
     int way = sha256_way();
     if (fits && rows_a_step) {
-        /* Allocate the messages of the rows that are hashed at a time, each large enough for the numbers, bits and ids
-           of any row and for 72 bytes of padding. */
+        /* Allocate a message for each row that is hashed at the same time. A message is large enough for the numbers,
+           bits and ids of any row and for 72 bytes of padding. */
         bits_at = 8 * (8 + most + 2 * size), ids_at = bits_at + (size + 7) / 8, message_size = ids_at + 4 * size + 72;
         messages = PyMem_Malloc((way < num_rows ? way : num_rows) * message_size);
         if (messages == NULL) PyErr_NoMemory(), fits = 0;

@@ -75,7 +75,7 @@ TARGET static inline __attribute__((always_inline)) void sha256_blocks(uint32_t 
     for (int l = 0; l < lanes; l++) vst1q_u32(state[l], a[l]), vst1q_u32(state[l] + 4, e[l]);
 }
 #else
-/* Without SHA-256 instructions, vectors hash many messages at a time. */
+/* Without SHA-256 instructions, use vector instructions to hash 8 or 16 messages at the same time. */
 #define LANES 8
 #define FUNCTION sha256_avx2
 #define TARGET_LANES __attribute__((target("avx2")))
@@ -139,10 +139,10 @@ TARGET static void sha256_both(uint32_t (*state)[8], const uint8_t **data, int64
     sha256_blocks(state, data, blocks, 2);
 }
 
-/* The ways to compute SHA-256, as the number of messages to hash at a time. */
+/* The methods of computing SHA-256. Each value is the number of messages that the method hashes at the same time. */
 enum { SHA256_PLAIN = 1, SHA256_INSTRUCTIONS = 2, SHA256_AVX2 = 8, SHA256_AVX512 = 16 };
 
-/* Return the fastest way that this processor supports. */
+/* Return the fastest method that this processor supports. */
 static int sha256_way(void) {
     if (has_sha256()) return SHA256_INSTRUCTIONS;
 #if defined(__x86_64__)
@@ -153,7 +153,8 @@ static int sha256_way(void) {
     return SHA256_PLAIN;
 }
 
-/* Write the end of a message after its last `left` bytes. The message has `size` bytes. */
+/* Write the padding of a message of `size` bytes to `last`, which has `blocks` blocks and starts with the last `left`
+   bytes of the message. */
 static void sha256_pad(uint8_t *last, int64_t left, int64_t blocks, int64_t size) {
     last[left] = 0x80;
     for (int n = 1; n <= 8; n++) last[64 * blocks - n] = (uint8_t)((uint64_t)size * 8 >> 8 * (n - 1));

@@ -189,7 +189,8 @@ static inline const uint8_t *word_deepseek(Cutter *self, const uint8_t *at) {
     int size, next_size;
     uint8_t class = class_of(self, at, &size);
     if (class == NUMBER) return digits_of(self, at + size);
-    /* Invalid UTF-8: `odd` is set. A run of such bytes has no first byte of a character for `last_character` to find. */
+    /* The text is invalid UTF-8, and `odd` is set. Return now: the code below calls `last_character`, which may find no
+       first byte of a character in invalid UTF-8. */
     if (class == END) return at + size;
     if (class == LETTER || class == CJK_LETTER || class == CJK_OTHER) return run_of(self, at + size, SET(class));
     uint8_t next = class_of(self, at + size, &next_size);
