@@ -64,8 +64,8 @@ def cut_blocks(rows: Rows, block_size: int, *, remainder: Remainder = "pad", led
     Each row is a document: one or more conversations that each end with EOS. Every turn must start with a marker token.
 
     A block that starts inside a user turn or tool result begins with the conversation's last complete system turn, if
-    that turn fits, and the user marker. If a reopened user turn does not end in its second block, the remaining
-    tokens of its document are dropped. The last block is padded with EOS or dropped.
+    that turn fits, and the user marker. If a user turn does not end in the block that reopens it, the remaining tokens
+    of its document are dropped. The last block is padded with EOS or dropped.
 
     The loss mask includes an answer only if the block contains the whole answer, the last user turn before the answer
     is complete in the block, and every earlier answer in the block is closed. Turns before an EOS do not affect the
@@ -241,7 +241,7 @@ def _eos_padding(eos: int, length: int) -> Rows:
 
 
 def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, at: int, end: int) -> None:
-    """Add the tokens that the blocks inject, pad, omit or exclude from training to the ledger.
+    """Count in the ledger the tokens that are injected, added as padding, omitted, or excluded from the loss.
 
     A conversation that is split into three blocks becomes three rows; the ledger counts two of the rows as repeated,
     with 0 tokens.

@@ -323,7 +323,9 @@ def _windows(rows: Rows, capacity: int) -> Truncation:
 
 
 def _window_ends(at: int, stop: int, boundaries: list[int], room: int, first_exchange: int) -> list[int]:
-    """Return the positions at which the trained tokens of the windows end; `boundaries` is where exchanges start."""
+    """Return the positions at which the trained tokens of the windows end. `boundaries` contains the positions at which
+    exchanges start.
+    """
     ends = []
     whole = True
     while at < stop:

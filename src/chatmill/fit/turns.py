@@ -63,8 +63,8 @@ def turns_of(rows: Rows) -> TurnTable:
 
 @dataclass(frozen=True)
 class ExchangeTable:
-    """For each turn: its first token, its row, and whether it begins an exchange. For each row: the end of BOS and the
-    leading system turns.
+    """For each turn: its first token, its row, and whether it begins an exchange. For each row: the end of its head,
+    which consists of BOS and the leading system turns.
     """
 
     start: Index

@@ -122,9 +122,9 @@ def split_bodies(
     """Return the start, length and part of each piece of `bodies`. `flat` must end with the ids of the text runs of
     `bodies`.
 
-    The ids of control tokens follow the ids of the encoded texts, at the offsets `control_start`. If the tokenizer
-    changes the text of a run, the boundaries between the pieces of the run are unknown; one content piece then covers
-    the whole run, and the other pieces of the run are empty.
+    The start of a control token is `len(flat)` plus its offset in `control_start`. If the tokenizer changes the text of
+    a run, the boundaries between the pieces of the run are unknown; one content piece then covers the whole run, and
+    the other pieces of the run are empty.
     """
     pieces = [piece for body in bodies for piece in body]
     parts = np.array([piece.part for piece in pieces], dtype=np.uint8)

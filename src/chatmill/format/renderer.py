@@ -58,8 +58,8 @@ class Renderer(Protocol):
 
         If a record cannot be rendered, pass the error to `on_reject`, or raise it if `on_reject` is None.
 
-        With `last_only`, only the last assistant message is trained, so only the token boundaries of this message must
-        be exact.
+        With `last_only`, only the last assistant message is trained on, so only the token boundaries of this message
+        must be exact.
         """
 
     def lay_out_columns(self, columns: ChatColumns) -> ChatColumns | list[Record]:
@@ -68,7 +68,8 @@ class Renderer(Protocol):
     def warm_up(self, blocks: Iterable[ChatColumns], *, processes: int) -> None:
         """Fill the caches of this renderer from some of the conversations to render, using up to `processes` processes.
 
-        A build calls this method before it forks workers, which inherit the caches. The rows do not depend on it.
+        A build calls this method before it forks workers, which inherit the caches. The rows do not depend on
+        the caches.
         """
 
     def render(
@@ -112,7 +113,7 @@ def apply_record_weights(records: Sequence[Record], spans: Table, first_span: In
         return
     factor = np.repeat(np.array(weights, dtype=np.float32), np.diff(first_span))
     spans["weight"] *= factor
-    # A record with weight 0 stays untrained even if `train_on` is changed later.
+    # Exclude the tokens of a record with weight 0 from the loss, even if `train_on` is changed later.
     spans["rule"][(factor == 0) & (spans["rule"] == Rule.ROLE)] = Rule.FLAG
 
 

@@ -129,7 +129,7 @@ def apply_ranges(rows: Rows, weights: TokenWeights, ledger: Ledger | None) -> Ro
     rule, own = spans["rule"][span_of], spans["weight"][span_of]
     flagged = rule == Rule.FLAG
     decided = ~np.isnan(weights.lowest) & ((rule == Rule.ROLE) | flagged)
-    # If ranges cover only part of a token, with positive weights, keep the weight from the role.
+    # If ranges with positive weights cover only part of a token, keep the weight that the role determines.
     by_range = decided & (weights.whole | flagged | (weights.lowest == 0))
     weight = np.where(flagged & ~weights.whole, np.minimum(weights.lowest, own), weights.lowest)
     begins = np.zeros(len(span_of), dtype=bool)

@@ -252,7 +252,8 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, le
 
     lengths[places(BODY)] = text_start[text_of + 1] - text_start[text_of]
     starts[places(BODY)] = text_start[text_of]
-    # Copy texts that occur more than once from a pool after the other ids, so that all other texts are read in order.
+    # Copy texts that occur more than once from a pool, which is stored after the other ids. All other texts are then
+    # read in order.
     again = np.flatnonzero(text_of != np.arange(len(text_of)))
     recurring, which = np.unique(text_of[again], return_inverse=True)
     size = text_start[recurring + 1] - text_start[recurring]

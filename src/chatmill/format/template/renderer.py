@@ -250,7 +250,7 @@ class TemplateRenderer:
     render_chunks = Renderer.render_chunks
 
     def _for_record(self, record: Record) -> TemplateRenderer:
-        """Return the renderer for the `chat_template_kwargs` of a record; `self` if the kwargs are the same."""
+        """Return the renderer for the `chat_template_kwargs` of a record, or `self` if it has the same kwargs."""
         if record.template_kwargs == self._kwargs:
             return self
         renderer = self._variants.pop(record.template_kwargs, None)
@@ -379,7 +379,7 @@ class TemplateRenderer:
         shape, texts = shape_and_texts(record, self.templates[with_tools].style)
         key = (with_tools, shape + LAST_ONLY if last_only else shape)
         if any(map(_RANGES, record.messages)):
-            # Cached traces do not record which characters of a text are in the output.
+            # Do not use cached traces, because they do not record which characters of a text are in the output.
             derived = self._checked(record, self.derive(record, last_only=last_only))
             notes = token_notes((*texts, *record.tools), self.control_tokens, self.text_tokens)
             return self.lay_out_derived(record, derived, notes)
@@ -406,7 +406,7 @@ class TemplateRenderer:
     def _derive_layout(
         self, key: ShapeKey, texts: list[str], record: Record, last_only: bool, derived: DerivedAnswers | None = None
     ) -> LaidOut:
-        """Lay out a record whose answers are derived, or derive its answers first."""
+        """Return the layout of a record with the answers `derived`; if `derived` is None, derive the answers first."""
         cacheable = self._cache.may_add(key, len(record.messages))
         derived = self._checked(record, derived or self.derive(record, cacheable=cacheable, last_only=last_only))
         if derived.steps is None:

@@ -105,7 +105,7 @@ class ChatTemplate:
     def _written(self, record: Record, style: Style) -> str:
         """Render a test conversation; return an empty string if the template fails or drops contents or tool calls."""
         if self._exceeds_limit:
-            # Do not spend the same time on the other test conversations.
+            # Do not render other test conversations, because each could take as long to reach the limit.
             return ""
         try:
             text = self.render(plain_input(record, style))

@@ -219,7 +219,7 @@ class _OriginSearch:
         return prompt_end[self._common(prompt_end, without) :]
 
     def _anchor(self, message: int, source: FieldPath | None, own: int) -> int:
-        """Return the index of the last piece before the answer whose source is the last field of the prompt."""
+        """Return the index of the last piece of `source`, the last field of the prompt, that precedes the answer."""
         if source is None:
             return -1
         anchor = max((at for at in self.fields if at < own and self.pieces[at].source == source), default=None)
@@ -343,7 +343,7 @@ class _OriginSearch:
 
 
 def _tail(rendering: Rendering, *, of: int | None = None) -> tuple[FieldPath | None, str]:
-    """Return the last field in a rendering (or, with `of`, the last field of that message) and the text after it."""
+    """Return the last field in a rendering, or the last field of message `of` if it is given, and the text after it."""
     texts: list[str] = []
     for piece in reversed(rendering.pieces):
         if piece.source is not None and (of is None or piece.source.message == of):

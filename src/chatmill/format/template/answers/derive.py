@@ -277,8 +277,8 @@ def answers_by_tags(full: Rendering, assistants: Collection[int]) -> list[Answer
 
 
 def _without_empty(rendering: Rendering, trace: Trace) -> Rendering:
-    """Remove empty pieces from a rendered conversation. For each slot, the trace gets a guard that records whether its
-    text is empty.
+    """Remove empty pieces from a rendered conversation. For each slot, add a guard to the trace that records whether
+    the text of the slot is empty.
     """
     for piece in rendering.pieces:
         if piece.slot is not None:

@@ -86,8 +86,8 @@ TextOf = Callable[[int, bool], str]
 
 
 class PlainCheck:
-    """Checks the rows that one chat template renders. Its headers are determined from a rendering of the conversation
-    `turns`.
+    """Checks the rows that one chat template renders. The headers of the template are determined from a rendering of
+    the conversation `turns`.
     """
 
     def __init__(

@@ -122,7 +122,10 @@ def null_content(seen: Observations) -> Finding:
 
 
 def shapes(seen: Observations) -> Iterator[Finding]:
-    """Yield a certificate line for each reason why the template rejects record shapes that no other line reports."""
+    """Group the rejected record shapes by reason, and yield a certificate line for each reason.
+
+    Shapes that other certificate lines report are omitted.
+    """
     hidden = {SYSTEM.id, REASONING.id, *(record.id for record in PLAIN)}
     if TOOL.id in seen.faults:
         hidden |= {record.id for record in TOOL_SHAPES}

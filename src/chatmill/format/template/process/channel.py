@@ -69,8 +69,8 @@ class ForkServer:
             raise DataError(f"{what}; check that {one_line(str(sys.executable), 200)} can be run") from None
 
     def connect(self) -> tuple[socket.socket, socket.socket]:
-        """Start a process and return two sockets: one for requests, and one that kills the process when it is closed
-        (the leash).
+        """Start a process and return two sockets: the channel, which carries requests, and the leash. The process is
+        killed when the leash is closed.
         """
         channel, its_channel = socket.socketpair()
         leash, its_leash = socket.socketpair()

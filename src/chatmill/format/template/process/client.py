@@ -2,7 +2,7 @@
 
 The limits on CPU time, response size and memory also apply if a malicious template takes over its process. The memory
 limit of a process depends on the size of the conversation. A process that reaches a limit is killed and replaced. After
-several processes have been killed, the client raises an error about the template instead of the record.
+several processes have been killed, the client reports an error in the template instead of an error in the record.
 """
 
 from __future__ import annotations

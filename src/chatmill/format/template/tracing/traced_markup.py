@@ -79,7 +79,7 @@ def unmarked(text: TracedStr) -> TracedStr:
 
 
 def escaped(text: str) -> TracedMarkup:
-    """Escape the HTML characters of a text; return a text that is marked as safe unchanged."""
+    """Escape the HTML characters of a text, unless the text is marked as safe."""
     if isinstance(text, TracedMarkup):
         return text
     if not isinstance(text, str):
