@@ -6,7 +6,7 @@
     Rejects            a file of the records that could not be read, with reasons
     LocalEngine        processes on this machine; RayEngine: a Ray cluster
 
-How a build runs: `pipeline` splits the input into units and an `engine` runs them. Each `unit` reads, renders and fits
+In a build, `pipeline` splits the input into units, and an `engine` runs the units. Each `unit` reads, renders and fits
 its part of the input, and writes the rows to `staging` files in the `build_dir`. `assemble` reads the staged files to
 deduplicate, split and pack the rows, and writes the shards.
 """

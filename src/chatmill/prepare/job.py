@@ -300,7 +300,9 @@ class Job:
         return self.sources[number].name if named else None
 
     def default_mix(self) -> dict[str, dict[str, float]]:
-        """Return `mix_epochs` or `mix_sft` for the training config; empty if no source has a weight or epochs."""
+        """Return the key `mix_epochs` or `mix_sft` of the training config with its value, or an empty dict if no source
+        has a weight or epochs.
+        """
         named = [(source.name, source) for source in self.sources if source.name is not None and not source.only_val]
         if any(source.epochs is not None for _, source in named):
             return {"mix_epochs": {name: 1.0 if source.epochs is None else source.epochs for name, source in named}}

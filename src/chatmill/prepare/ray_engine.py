@@ -111,7 +111,8 @@ class RayEngine:
                 raise
             finally:
                 if pending and not self._started:
-                    # Do not cancel: Ray may kill this process if a task completes while it is being cancelled.
+                    # Do not cancel the tasks: Ray may kill this process if a task completes while it is being
+                    # cancelled.
                     ray.wait(list(pending), num_returns=len(pending), timeout=PATIENCE)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Write the shards of a remote dataset from rendered units in an object store; this can run on any machine.
+"""Write the shards of a remote dataset, on any machine, from rendered units in an object store.
 
 The needed rows are first copied to a temporary folder, so memory use does not grow with the size of the shards.
 """

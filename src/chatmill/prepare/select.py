@@ -1,6 +1,6 @@
 """Select the rows of the train and val splits: apply deduplication, `max_samples` and the validation fraction.
 
-Only the start of each staged file is read, which contains all arrays except tokens and spans (see `staging`).
+Only the head of each staged file is read, which contains all arrays except tokens and spans (see `staging`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def snippet(names: Sequence[str]) -> str:
     for name in names:
         if name not in tables:
             raise UsageError(f'no snippet "{one_line(name)}"; expected {", ".join(tables)}')
-    # Two sources with the same name would be refused.
+    # Omit repeated names, because a recipe cannot have two sources with the same name.
     return "sources:\n" + "".join(tables[name]["yaml"] for name in dict.fromkeys(names))
 
 

@@ -95,7 +95,7 @@ class StagedHead:
 
     @property
     def head_size(self) -> int:
-        """Number of bytes in the staged file before the token ids."""
+        """Size of the head in bytes; the token ids follow the head."""
         return self.bytes_of("ids")[0]
 
 
@@ -133,7 +133,7 @@ def _header_size(data: Any) -> int:
 
 
 def read_head(url: Url) -> bytes:
-    """Download all bytes of a staged file before its token ids; raise `DataError` if the file does not exist."""
+    """Download the head of a staged file; raise `DataError` if the file does not exist."""
     data = objects.read(url, 0, FIRST_READ)
     if not data.startswith(MAGIC) or len(data) < PREFIX:
         raise DataError(f"{url}: is not a file of staged rows; build without --resume")
@@ -155,8 +155,8 @@ def save(
 ) -> bytes:
     """Write rows to a staged file; each row must contain one conversation, and `tokens` is the dtype of the token ids.
 
-    `columns` maps names to additional arrays to store. If `place` is a URL, return the bytes before the token ids, so
-    that the caller does not have to download them.
+    `columns` maps names to additional arrays to store. If `place` is a URL, return the bytes of the head, so that the
+    caller does not have to download them.
     """
     head = (rows.first_span, rows.row_start, rows.origins, record, trained_of_rows(rows))
     arrays: list[NDArray[Any]] = [
