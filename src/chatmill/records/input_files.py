@@ -80,7 +80,7 @@ class InputFiles:
     def check(self, parts: Iterable[tuple[Place, BytesRead]], *, is_planned: Callable[[], bool]) -> None:
         """Raise a `DataError` if the files no longer contain the bytes that were read.
 
-        If a file may have changed, `is_planned` is called; it must divide the files into parts again and return whether
+        If a file may have changed, `is_planned` is called; it must split the files into parts again and return whether
         the parts are the same.
         """
         now = _states(self._states)

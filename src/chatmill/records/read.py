@@ -330,7 +330,7 @@ def _with_shape(part: FilePart, shape: str | None, limit: int, *, stops: bool) -
         with closing(units.lines(path, limit=limit)) as numbered:
             first = next(_readable(numbered), (0, b""))[1]
         if stops and len(first) > limit and b"<|" not in first:
-            # The first record is too long in both shapes, so the shape does not matter.
+            # The first record is over the size limit in both shapes, so reading stops with an error in either case.
             return replace(part, shape="transcript-lines", why="from the first line")
         # A .txt file of JSON objects is read as JSON Lines.
         if shape == "transcript" or not first.lstrip().startswith(b"{"):

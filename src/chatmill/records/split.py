@@ -38,7 +38,10 @@ def shuffle_split(count: int, val_frac: float, *, seed: int) -> Split:
 
 
 def hash_places(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Map the hash of each record to a number in [0, 1); numbers below the validation fraction mean validation."""
+    """Map the hash of each record to a number in [0, 1).
+
+    Records with a number below the validation fraction belong to the validation split.
+    """
     # Keep 53 bits, which a float represents exactly.
     return np.asarray((keys >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 

@@ -24,7 +24,7 @@ MAX_ROWS = 1024
 
 @dataclass(frozen=True)
 class Unrolled:
-    """A conversation unrolled into rows. A message is trained only in the first row that contains it."""
+    """A conversation unrolled into rows. A message is trained on only in the first row that contains it."""
 
     record: Record
     rows: Sequence[Record]
@@ -58,7 +58,7 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
     stops = [at + 1 for at in with_row]
     # -1 means that the loss includes only the `train_ranges` of the answer.
     trained = [at if at >= since or messages[at].weight is not None else -1 for at in with_row]
-    # A trailing message with its own weight, such as a user message, gets a row without an answer.
+    # Add a row without an answer if no answer has a row, or if a message after the last row has a positive weight.
     if not stops or any(_is_trained(message, by_role=False) for message in messages[stops[-1] :]):
         stops.append(len(messages))
         trained.append(-1)

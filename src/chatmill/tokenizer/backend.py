@@ -104,8 +104,8 @@ def aliases(control: Mapping[str, int]) -> dict[str, str]:
     """Map each control token to a placeholder name that cannot occur in text.
 
     Control tokens in the tokenizer are renamed instead of removed, because removing a token would change the ids of
-    later tokens. Each name contains a new random number, so no message can contain it. No name is a prefix of another
-    name, and the token ids do not depend on the names.
+    later tokens. Each name contains a new random number, so no message contains the name. No name is a prefix of
+    another name, and the token ids do not depend on the names.
     """
     secret = secrets.token_hex(16)
     return {token: f"\U0010ffff{secret}:{id}\U0010ffff" for token, id in control.items()}

@@ -218,7 +218,8 @@ def token_positions(
     """Convert a byte `offset` in each text to a token position; a text has `size` bytes and the tokens [start, stop).
 
     The position is the first token that starts at or after the offset. Also return whether the previous token extends
-    past the offset, and whether the position is exact. It is only an estimate if the tokens do not decode to the text.
+    past the offset, and whether the position is exact. If the tokens do not decode to the text, the position is only an
+    estimate.
 
         text     Hello|world      offset 5
         tokens   Hel lo wor ld    position 2

@@ -127,7 +127,7 @@ def _reader(shape: str, options: ShapeOptions) -> Shape:
 
 
 def _object(data: bytes, key: str | None) -> Object:
-    """Decode a record to a JSON object; a bare list of messages becomes the value of `key`."""
+    """Decode a record to a JSON object; if the record is a list of messages, return it as the value of `key`."""
     if key is not None and data.lstrip()[:1] == b"[":
         value = decode(data)
         if type(value) is list and value and all(type(turn) is dict for turn in value):

@@ -132,7 +132,7 @@ class KeyReader:
             raise RecordError(f"{self.owner} has {key} {quoted(value)}", right + hint, kind="role")
         return roles[value]
 
-    # Refuse keys that are not supported.
+    # Reject keys that are not supported.
 
     def refuse(self, *keys: str, right: str) -> None:
         """Raise `RecordError` if one of `keys` has a value, because the value would otherwise be lost silently."""

@@ -1,4 +1,4 @@
-"""Preference data: DPO pairs and KTO labels, which are refused unless `--columns` selects one answer."""
+"""Preference data: DPO pairs and KTO labels, which are rejected unless `--columns` selects one answer."""
 
 from __future__ import annotations
 
