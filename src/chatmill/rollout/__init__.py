@@ -1,4 +1,4 @@
-"""Train a model on its own answers, to which the objects that the answers miss are appended.
+"""Train a model on its own answers, completed with the true objects that the answers lack.
 
     build_target, Target, PartWeights             a training row from a rollout: its kept prefix and the missed objects
     build_answer                                  a training row with the true answer

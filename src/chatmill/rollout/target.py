@@ -93,9 +93,9 @@ def build_target(
     """Build the target for one rollout; `objects` are the true objects.
 
     `eos_id` defaults to the end-of-turn token of the tokenizer's chat format, and `stop_ids` to `eos_id`. If
-    `train_values` is true, the values of appended entries are trained. If `train_cut` is true, the tokens that replace
-    a split token or an unusable rollout are also trained. `border` sets how the end of the prefix is tokenized.
-    `weights` sets the loss weight of each kind of token.
+    `train_values` is true, the loss includes the values of appended entries. If `train_cut` is true, the loss also
+    includes the tokens that replace a split token or an unusable rollout. `border` sets how the end of the prefix is
+    tokenized. `weights` sets the loss weight of each kind of token.
 
     >>> from chatmill import build_target, open_tokenizer
     >>> from chatmill.rollout import COORDINATES

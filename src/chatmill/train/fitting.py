@@ -1,4 +1,4 @@
-"""Decide whether a run fits into memory, suggest changes that would make it fit, and refuse runs that cannot fit."""
+"""Estimate whether a run fits into memory, suggest changes that would make it fit, and stop runs that cannot fit."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from chatmill.train.optimizers import OPTIMIZER_BYTES
 from chatmill.train.preflight import data_vocab_size, padding_of
 
 MARGIN = 0.85
-"""A run is refused unless this fraction of its estimated memory is available. Estimates are within 15 percent of
-measured memory.
+"""A run stops with an error unless this fraction of its estimated memory is available. Estimates are within 15 percent
+of measured memory.
 """
 MOST_RANKS, SHORTEST_ROW = 1024, 128
 NAMES = {
@@ -128,7 +128,7 @@ class Fit:
             yield "no change or combination of changes makes the run fit"
 
     def refusal(self) -> str:
-        """Explain why the run is refused, and which changes would make it fit."""
+        """Explain why the run does not fit, and which changes would make it fit."""
         run = self.estimate
         assert self.available is not None
         where = "on each GPU" if run.ranks > 1 and run.on_gpu else "on the GPU" if run.on_gpu else "of host memory"

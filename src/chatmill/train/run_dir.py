@@ -133,7 +133,7 @@ class RunDir:
             if not any(os.path.lexists(folder / name) for name in WRITTEN):
                 self._new_folders = files.missing_folders(folder)
             if trackers:
-                # Start trackers before changing any files, because a tracker may refuse the run.
+                # Start trackers before changing any files, because a tracker may raise an error.
                 about = {**config, **(data or {}), "world_size": world.size, "chatmill_version": __version__}
                 self._reporter = Reporter(trackers, TrackedRun(folder.name, folder, about, step, None))
             files.make_folder(folder)

@@ -46,7 +46,7 @@ class RunLength:
             )
 
     def short_note(self, config: TrainConfig) -> Iterator[str]:
-        """Yield a message if the run has so few steps that it hardly trains the model, unless max_iters set them."""
+        """Yield a message if the run has very few steps, unless `max_iters` sets their number."""
         if self.steps < FEW_STEPS and config.max_iters != self.steps:
             count = "1 optimizer step" if self.steps == 1 else f"{self.steps} optimizer steps"
             more = "lower --batch_size for more steps" if config.post_training else "raise --epochs to train longer"

@@ -6,8 +6,9 @@
     chatml, or a TOML file   any                            none
 
 transformers and vLLM render prompts with the template in the model folder. For a preset or a TOML format, there is no
-template that renders prompts as in training. The folder then has none, so that `apply_chat_template` fails instead of
-prompting the model with a template that it was not trained on. `chatmill chat` uses the format in training.json.
+template that renders prompts as in training. The folder of such a model has no template, so that
+`apply_chat_template` fails instead of prompting the model with a template that it was not trained on. `chatmill chat`
+uses the format in training.json.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def read_templates(folder: Path) -> dict[str, str]:
 
 def replaced_templates(folder: Path, format: Any) -> dict[str, str] | None:
     """Return the chat templates that replace those in a folder because the model was trained with this format. Return
-    None if the templates in the folder stay.
+    None if the templates in the folder are kept.
     """
     trained = _trained_templates(format)
     if trained is None:
@@ -107,8 +108,9 @@ PREPARE_AGAIN = "prepare the data again with --format template"
 
 
 def template_notes(base: Path, format: Any, data: str, *, remedy: str = PREPARE_AGAIN) -> Iterator[str]:
-    """Yield a warning if a model trained on `data` is saved with other chat templates than its base model. `remedy` is
-    the advice on how to train with the template of the base model.
+    """Yield a warning if a model trained on `data` is saved with chat templates other than those of its base model.
+
+    `remedy` is the advice on how to train with the template of the base model.
     """
     templates = replaced_templates(base, format)
     if templates is None:

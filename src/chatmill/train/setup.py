@@ -168,7 +168,7 @@ def open_run(
 ) -> Iterator[TrainState]:
     """Open the data and the model; if the run resumes, restore both from the checkpoint.
 
-    The audit log is opened last and removed if no step finishes, so a refused run leaves no audit log behind.
+    The audit log is opened last and is removed if no step finishes, so a run that fails early leaves no log behind.
     """
     checkpoint = open_resumed(folder, resume, world, otherwise="another --model_name")
     if checkpoint is not None and "stage" not in checkpoint.state:

@@ -29,7 +29,7 @@ from chatmill.train.trackers.wandb_tracker import WandbTracker
 
 TRACKERS: Mapping[str, Callable[[], Tracker]] = {
     # Trackers start in the order of this table. TensorBoard starts last, so that it writes no files if another tracker
-    # refuses the run.
+    # raises an error.
     "mlflow": MlflowTracker,
     "wandb": WandbTracker,
     "tensorboard": TensorBoardTracker,
@@ -148,7 +148,7 @@ class _Worker:
         self._thread.start()
 
     def wait_for_start(self, seconds: float) -> ChatmillError | None:
-        """Wait until the tracker has started; return the error if the tracker refuses the run, otherwise None."""
+        """Wait until the tracker has started; return the error that stops the run, if any, otherwise None."""
         if not self._ready.wait(seconds):
             self._note(f"has not started after {seconds:g} seconds; the run continues")
         return self._refusal
