@@ -51,8 +51,8 @@ class TurnStates(NamedTuple):
     """Index of the turn that each span belongs to."""
 
     def latest(self, which: Flags) -> Index:
-        """For each turn, return the index of the last turn that `which` selects, from the start of the conversation up to
-        this turn, or -1 if there is none.
+        """For each turn, return the index of the last turn that `which` selects, from the start of the conversation up
+        to this turn, or -1 if there is none.
         """
         last = np.maximum.accumulate(np.where(which, np.arange(len(which)), -1))
         return np.where(last >= self.conversation, last, -1)
