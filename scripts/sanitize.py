@@ -4,7 +4,8 @@
 
 Compiles a copy of the C sources in build/sanitize with gcc or clang. Runs `tests/fuzz_compiled.py`, which requires only
 Python, and the tests of the C extensions, which require the packages of `make install`. An invalid memory access or
-undefined behavior ends the run with a stack trace. Without sanitizers, the script prints a message and exits with 0.
+undefined behavior ends the run with a stack trace. If the sanitizers are not available, the script prints a message and
+exits with 0.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ PROBE = "int main(void) { return 0; }"
 
 
 def runtime(compiler: str) -> list[str]:
-    """Return the sanitizer libraries to preload, because Python is not compiled with sanitizers."""
+    """Return the sanitizer libraries; they must be preloaded, because Python itself is not compiled with sanitizers."""
     names = ["libasan.so", "libubsan.so"]
     if "clang" in subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout:
         names = [f"libclang_rt.asan-{platform.machine()}.so"]
@@ -105,8 +106,8 @@ def main() -> int:
     environment = {
         **os.environ,
         "LD_PRELOAD": ":".join(runtime(compiler)),
-        # Do not check for leaks, because Python does not free all memory at exit. Python's allocator would hide reads
-        # beyond the end of an object.
+        # Do not check for leaks, because Python does not free all memory at exit. Use `malloc`, because Python's own
+        # allocator would hide reads beyond the end of an object.
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "PYTHONMALLOC": "malloc",

@@ -56,7 +56,8 @@ def main() -> int:
         return 1 if problems else 0
     listed = [each for each in sentences(ROOT, args.paths) if each.kind in args.kinds]
     if args.sample is not None:
-        # Strings in tests are data, or quote messages that are listed at their origin.
+        # Do not sample strings in tests: they are test data, or copies of messages that are listed where they are
+        # defined.
         listed = [each for each in listed if each.kind != "string" or not each.path.startswith("tests/")]
         listed = sorted(random.Random(args.seed).sample(listed, min(args.sample, len(listed))))
     for each in listed:

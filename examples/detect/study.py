@@ -210,8 +210,8 @@ def table_lines(results: list[dict[str, Any]], by: str, seeds: list[int] | None)
     """Yield a Markdown table of settings, with mean scores and the mean paired difference from the control with its 95
     % confidence interval.
 
-    The column `tokens` is the number of trained tokens divided by that of the control. The columns `before` and
-    `further` are the means of the metric `by` after stage 1 and for the control.
+    The column `tokens` is the number of trained tokens divided by that of the control. The column `before` is the mean
+    of the metric `by` after stage 1, and the column `further` is its mean for the control.
     """
     chosen = [line for line in results if seeds is None or line["seed"] in seeds]
     controls = {(line["kind"], line["seed"]): line for line in chosen if line["name"] == "control"}

@@ -51,7 +51,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def run(app: typer.Typer) -> None:
-    """Run the application, and print usage errors in one line that names the help of the command.
+    """Run the application, and print usage errors on one line that points to the command's `--help`.
 
     A command group without a command prints its whole help.
     """

@@ -59,10 +59,10 @@ class TRLPeer:
         self.setup = self._setup()
 
     def rows(self, record: Record, *, completion: int | None = None) -> tuple[PeerRow | str, PeerRow | str]:
-        """Return the row that TRL prepares from a record with the configured loss, and the row with TRL's default loss.
+        """Return the rows that TRL prepares from a record: one for the configured loss, and one for TRL's default loss.
 
-        If TRL rejects the record, the reason is returned instead of the row. In a prompt-completion dataset,
-        `completion` is the index of the completion's first message.
+        If TRL rejects the record, the reason is returned instead of a row. In a prompt-completion dataset, `completion`
+        is the index of the completion's first message.
         """
         turns = only_turns(record)
         style = self._renderer.templates[bool(record.tools)].style

@@ -4,7 +4,7 @@
     window   2^16 positions -> rows: one episode each, or packed best fit and permuted by (seed, epoch, window)
     step     batch_size rows: the global batch, the same for any number of ranks, workers and threads
 
-A plan computes each batch from its `Cursor` alone, and returns the cursor of the next batch with it.
+To compute a batch, a plan needs only the `Cursor` of the batch; the plan also returns the cursor of the next batch.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Progress(NamedTuple):
 
 
 class Prefetch:
-    """Downloads objects to the cache in the given order; at most `limit` bytes are downloaded before they are used.
+    """Downloads objects to the cache in the given order, at most `limit` bytes (or one larger object) ahead of use.
 
     Call `used` after using an object, so that the next object can be downloaded. An object that cannot be downloaded is
     skipped: the code that needs the object tries the download again, and raises the error if that fails too.

@@ -25,8 +25,8 @@ EXPECTED = "a line with the losses of a step, as written by training with --log_
 def run_losses(folder: Path, view: DatasetView) -> NDArray[np.float32]:
     """Return the last loss of each training episode, or NaN if the run did not train on it.
 
-    The loss of a packed episode is the mean over its conversations, weighted by the sums of their token weights. Steps
-    that trained on other datasets are ignored.
+    The loss of a packed episode is the mean loss of its conversations, weighted by the sum of the token weights of each
+    conversation. Steps that trained on other datasets are ignored.
     """
     paths = sorted((folder / "rows").glob("rank_*.jsonl"))
     if not paths:
