@@ -75,7 +75,7 @@ class Failure:
 
 
 def ways(counts: dict[str, int], *, each: bool) -> list[Failure]:
-    """Return failures for every counted call: with `each`, all failure modes; otherwise one mode, in rotation."""
+    """Return failures for every counted call: one failure mode, chosen in rotation, or with `each` all modes."""
     failures = []
     for kind, count in counts.items():
         hows = [(error, False) for error in ONCE[kind]] + [(error, True) for error in FOREVER.get(kind, ())]

@@ -14,7 +14,7 @@ from chatmill.store import folder, foreign, hashed, layout, mapped, write
 
 
 def span_dropped() -> None:
-    """Mark the last trained span of a resumed unit as context."""
+    """Set the weight of the last trained span of a resumed unit to 0."""
     original = staging.Staged.__init__
 
     def losing(self: Any, path: Path, **options: Any) -> None:

@@ -147,8 +147,8 @@ class Case:
 
 
 def sweep(cases: Sequence[Case], size: int, seed: int, tally: Tally, kinds: Sequence[str] = KINDS) -> None:
-    """Run the cases up to `size` times, each time with one failing call, in random order and alternating between
-    `kinds`.
+    """Run the cases in random order, each time with one failing call and at most `size` times in total. The failing
+    calls alternate between `kinds`.
     """
     failures: dict[str, list[tuple[Case, Failure, Any]]] = {kind: [] for kind in kinds}
     for case in cases:

@@ -106,7 +106,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         build = replace(first, folder=folder / f"lane-{number_of_lane}")
         build.folder.mkdir()
         for number in range(number_of_lane, size, AT_ONCE):
-            # If a build ended before it could be killed, expect shorter builds.
+            # If a build ended before it could be killed, schedule the next kill earlier.
             build = replace(build, seconds=build.seconds * (1.005 if one(build, number) else 0.9))
 
     def one(build: Build, number: int) -> bool:

@@ -35,7 +35,8 @@ LISTED = [*PRYING, *FAILING, *ENDLESS, *EXHAUSTING]
 
 def source(number: int, rng: random.Random) -> tuple[str, bool]:
     if number < len(LISTED):
-        # Access to internals may be refused or give an undefined value, so these templates need not be rejected.
+        # The sandbox may raise an error or return an undefined value for an access to internals, so the templates in
+        # PRYING need not be rejected.
         return f"{GOOD}{PROMPT}\n{LISTED[number]}", number >= len(PRYING)
     kind = number % 4
     if kind == 0:
