@@ -69,7 +69,7 @@ def expected(messages: list[Message], trained: list[bool], capacity: int) -> lis
 
 
 def is_trained(messages: list[Message], train_on: str) -> list[bool]:
-    """Return whether each message is trained on, according to its weight or, without a weight, to its role."""
+    """Return whether each message is trained on, according to its weight or, if it has no weight, to its role."""
     answers = [at for at, message in enumerate(messages) if message.role == "assistant"]
     users = [at for at, message in enumerate(messages) if message.role == "user"]
     by_role = {

@@ -307,7 +307,7 @@ def test_each_trained_token_is_trained_in_exactly_one_window(record, capacity):
     for row in range(len(made)):
         ids = made[row : row + 1].ids
         assert len(ids) <= capacity
-        # Tokens keep their order, with at most one gap, directly after the system turn.
+        # Tokens keep their order and have at most one gap, which directly follows the system turn.
         gaps = np.flatnonzero(np.diff(ids.astype(np.int64)) != 1)
         assert len(gaps) <= 1
         if 2 * system <= capacity:

@@ -60,7 +60,7 @@ def test_the_weight_of_a_record_multiplies_those_of_its_tokens(template, train_o
         factor = np.repeat(np.array(weights, dtype=np.float32), rows.lengths)
         assert rows.ids.tolist() == plain.ids.tolist()
         assert rows.weights().tolist() == (plain.weights() * factor).tolist()
-        # Reweighing keeps the weight of each record, and the mask still excludes records with weight 0.
+        # `reweigh` keeps the weight of each record, and the mask still excludes records with weight 0.
         for other in ("last", "assistant", "all"):
             again = rows.reweigh(other)
             expected = renderer.render([conversation(weight, flag) for weight in weights], train_on=other)
@@ -191,7 +191,7 @@ def spaced(tmp_path_factory):
     path = tmp_path_factory.mktemp("hf") / "spaced"
     engine = space_tokenizer(path)
     with warnings.catch_warnings():
-        # A warning says that a slower library encodes the text.
+        # Ignore the warning that a slower library encodes the text.
         warnings.simplefilter("ignore")
         return engine, open_renderer("text", str(path))
 

@@ -271,7 +271,7 @@ def asks_for_role(reference: Reference, known: Header, header: str) -> bool:
 
 
 def answer_begin(reference, messages, number, text, before, start, written, *, tools):
-    """Return the start of an answer and, if an earlier start is also valid, its earliest start (otherwise None).
+    """Return the start of an answer, and the earliest start that is also valid (None if there is no other valid start).
 
     Return (None, reason) if the row does not continue its prompt.
     """

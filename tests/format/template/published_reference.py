@@ -199,7 +199,7 @@ class Places:
 
 
 def marked(text: str, number: int, *, first_word: bool = False) -> str:
-    """Add unique words at the start and end of a text, inside its leading and trailing whitespace.
+    """Add unique words before the first and after the last character of a text that is not whitespace.
 
     With `first_word`, the first unique word is added after a word of the text, not before the text.
     """
@@ -266,7 +266,8 @@ def locate(reference: Reference, messages, *, prompt: bool = False, tools: bool 
                 # Unique words in this text would change the output, so search for the text itself.
                 out.spans[texts[n]] = written_once(read_piece(messages, texts[n]).strip(), text)
     for piece, span in out.spans.items():
-        # Do not locate an empty text in a message with other texts, even if marks in the empty text are rendered.
+        # If another text of the same message has been located, treat an empty text as not located, even though its
+        # unique words were rendered.
         if span is not None and span[0] == span[1] and any(stop > start for start, stop in out.of(piece[0])):
             out.spans[piece] = None
     return out

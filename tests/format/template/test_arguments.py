@@ -27,10 +27,11 @@ WRITTEN = {
     ),
     "c.function.arguments.items() | map('join', '=') | join(',')": ("city=Lisboa,days=3.5",) * 2 + (False,),
     "'' + c.function.arguments": ('{"city": "Lisboa", "days": 3.5}', OWN, True),
-    # No model was trained on the Python repr of an object.
+    # No model was trained on the Python repr of an object, so these templates receive the arguments as a string.
     "c.function.arguments": ('{"city": "Lisboa", "days": 3.5}', OWN, True),
     "c.function.arguments | string": ('{"city": "Lisboa", "days": 3.5}', OWN, True),
-    # This template renders neither objects nor strings well, so it gets an object, as on inference servers.
+    # This template renders neither objects nor strings well, so it receives an object, as it does from inference
+    # servers.
     "c.function | string": (f"{{'name': 'weather', 'arguments': {OBJECT}}}",) * 2 + (False,),
 }
 

@@ -219,7 +219,7 @@ def test_a_prompt_equals_that_of_transformers_and_is_a_prefix_of_the_row(name):
 
 
 def test_a_question_that_quotes_control_tokens_is_rendered_whatever_came_before_it(tmp_path):
-    # The prompt adds no header, so an answer's context is the text after the question.
+    # This template has no assistant header: an answer directly follows the text that closes the question.
     source = (
         "{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' if m.role == 'user' else m.content + '</s>' }}"
         "{% endfor %}"

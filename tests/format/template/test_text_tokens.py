@@ -226,7 +226,7 @@ def spans_of(renderer: TemplateRenderer, rows: Rows) -> list[tuple[int, ...]]:
 @given(data=st.data())
 def test_text_tokens_do_not_change_the_mask(template, data):
     calls = template is not INST
-    # A tag at the end of the prompt could also be the start of an answer's text.
+    # Remove the tag at the end of the prompt, because an answer's text could also start with this tag.
     template = re.sub(r"<think>(?:\\n)?' -}}{%- endif -%}$", "' -}}{%- endif -%}", template)
     renderer = opened(template)
     record = data.draw(conversations(sorted(renderer.text_tokens.ids), calls=calls))
