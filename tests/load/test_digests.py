@@ -57,7 +57,7 @@ def blake2b(batch, row, step, place):
 def test_digests_are_as_documented(seed, steps, rows, size, usual):
     batch = random_batch(seed, steps * rows, size)
     if usual:
-        # As in fine-tuning: labels are the next tokens, and all weights are 1.
+        # As in ordinary fine-tuning, the labels are the next tokens, and the weight of every label is 1.
         following = np.append(batch.x[:, 1:], batch.x[:, :1], axis=1)
         weights = batch.loss_mask.astype(np.float32)
         batch = batch._replace(y=np.where(batch.loss_mask, following, -100), weights=weights)

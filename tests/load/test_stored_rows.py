@@ -34,7 +34,7 @@ def hashed_rows(rows):
 
 def assert_equal(mine, other):
     for name, one, two in zip(mine.batch._fields, mine.batch, other.batch, strict=True):
-        # Truncated segments leave trailing columns of -1.
+        # Truncated segments leave trailing columns of -1 in `episode_ids`.
         one = one[:, : two.shape[1]] if name == "episode_ids" else one
         assert one.dtype == two.dtype, name
         np.testing.assert_array_equal(one, two, err_msg=name)

@@ -103,7 +103,7 @@ def test_resume_detects_changed_bytes_with_the_same_size_and_time(tmp_path, kind
     changed_by(first, file_of(kind, "new"))
     with pytest.raises(ChatmillError, match=rf"a{kind}: changed since the interrupted build read it; build without"):
         prepare_dataset(job, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, resume=True)
-    # The refused resume keeps all finished units, so the build can be resumed after the input is restored.
+    # The failed attempt to resume keeps all finished units, so the build can be resumed after the input is restored.
     assert sorted((tmp_path / ".x.building.units").iterdir()) == before
     changed_by(first, file_of(kind, "old"))
     build(job, target, unit_bytes=UNIT_BYTES, resume=True)
@@ -279,7 +279,7 @@ def test_a_read_log_covers_exactly_the_bytes_that_were_read(tmp_path_factory, da
     path.write_bytes(data)
     log = ReadLog()
     with LoggedFile(path, log) as file:
-        # All reads start within the file.
+        # No read starts past the end of the file.
         reads = [(start % (len(data) + 1), count) for start, count in reads]
         for start, count in reads:
             file.seek(start)

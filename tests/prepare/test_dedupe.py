@@ -77,7 +77,7 @@ def corpus(count: int) -> list[dict[str, Any]]:
 
 
 def similarities(records: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
-    """Return the exact Jaccard similarity of each pair of records with more than 20 common 5-byte sequences."""
+    """Return the exact Jaccard similarity of all pairs of records that share more than 20 sequences of 5 bytes."""
     held: dict[bytes, list[int]] = {}
     sizes = []
     for number, record in enumerate(records):

@@ -97,8 +97,8 @@ class Nodes:
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 if own in (entry / "environ").read_bytes().split(b"\0"):
                     marked.add(int(entry.name))
-        # Ray's agents set a process title, which overwrites the marker variable in their environment, so find agents by
-        # parent.
+        # Ray's agents set a process title, which overwrites the marker variable in their environment, so the agents are
+        # found by their parent processes.
         while below := {pid for pid, parent in parents.items() if parent in marked} - marked:
             marked |= below
         for pid in marked:
@@ -200,6 +200,6 @@ def test_nodes_without_shared_files_write_the_same_bytes_as_one_process(s3, tmp_
     for sha256 in stored:
         assert hashlib.sha256(read(target / "objects" / sha256)).hexdigest() == sha256
     assert objects.names_below(target / "staging") == []
-    # This process transfers only the metadata, and the parts of staged objects before their tokens and spans.
+    # This process transfers only the metadata and, of each staged object, the part that precedes its tokens and spans.
     assert 0 < sum(moved) < 0.05 * sum(stored.values())
     assert sorted(path.name for path in driver.iterdir()) == ["a.jsonl", "b.jsonl", "one"]

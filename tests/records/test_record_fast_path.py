@@ -42,7 +42,7 @@ def test_the_fast_and_slow_paths_agree_on_primer(record, ascii_only):
         careful = messages.parse_primer(decode_object(data))
     except RecordError:
         careful = None
-    # Records of the strict shape have only one form, so the fast path reads every valid record.
+    # The shape `primer` allows only one form of each record, so the fast path decodes every valid record.
     assert fast == careful
 
 

@@ -32,7 +32,7 @@ BYTES = [
         b'{"a": "\\ud800\\ud83d\\ude00"}',
         "unpaired surrogate at column 8; expected a surrogate pair, or the character itself",
     ),
-    # Python allows 1,000 levels of nesting in 3.11, and 10,000 in compiled code since 3.12.
+    # Python 3.11 allows 1,000 levels of nesting; since Python 3.12, compiled code may use 10,000 levels.
     (b'{"a":' * 100_000, "the record is nested too deeply; expected fewer levels"),
     (b"[" * 100_000 + b"]" * 100_000, "the record is nested too deeply; expected fewer levels"),
     (b"3", f"the record is a number; {JSON}"),

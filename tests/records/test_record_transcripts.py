@@ -105,7 +105,7 @@ def test_a_file_that_reads_the_same_in_both_layouts_is_accepted(read_bytes):
 
 def test_three_records_whose_first_line_has_no_answer_are_not_joined(read_bytes):
     system = b"<|SYSTEM|>s<|END|><|USER|>q<|END|>"
-    # In a stream, a second system span would start a new conversation, so this file has one record per line.
+    # A second system span without an <|EOS|> suggests a new record, so this file is read as one record per line.
     data = system + b"\n" + system + b"<|ASSISTANT|>a<|END|>\n" + system + b"<|ASSISTANT|>b<|END|>\n"
     records, _ = read_bytes(data, "a.txt")
     assert [record.line for record in records] == [1, 2, 3]

@@ -121,7 +121,7 @@ def test_only_the_failed_part_of_an_upload_is_sent_again(bucket, proxy, tmp_path
 
 @pytest.mark.parametrize(("store", "count"), [("s3", objects.ATTEMPTS), ("gs", None), ("web", 2 * objects.ATTEMPTS)])
 def test_the_libraries_make_one_attempt_each(store, count, request):
-    """A server that always fails gets `ATTEMPTS` requests; `find` sends twice as many to a web server."""
+    """`find` and `read` send `ATTEMPTS` requests to a failing server; `find` sends twice as many to a web server."""
     server = request.getfixturevalue(f"{store}_server")
     with fault_proxy(server.port) as proxy, server.behind(proxy).in_environment():
         url = Url(f"{proxy.endpoint}/ranges/x") if store == "web" else server.bucket() / "x"

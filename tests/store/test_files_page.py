@@ -49,7 +49,7 @@ def table(heading: str) -> np.dtype:
 
 
 def codes(column: int) -> dict[str, int]:
-    """Return the number of each name in a column of the table of codes: roles (1), parts (2) or rules (3)."""
+    """Map each name in one column (1: roles, 2: parts, 3: rules) of the table of codes to its number."""
     below = PAGE[PAGE.index("| number |") :]
     lines = re.findall(r"^\| (\d+) \| *(\S*) *\| *(\S*) *\| *(\S*) *\|$", below[: below.index("\n\n")], re.M)
     return {line[column].strip("`"): int(line[0]) for line in lines if line[column].startswith("`")}

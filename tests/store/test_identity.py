@@ -175,8 +175,8 @@ def test_rows_of_a_truncated_file_are_correct_or_an_error(tmp_path):
                         f"{path}: was truncated from {len(data)} to {size} bytes while it was being read"
                     )
                 else:
-                    # The mask is not read, and missing bytes are read as zeros, so there is no error if a file loses
-                    # only zeros.
+                    # There is no error for the mask, which is not read, or if only zeros were cut off, because missing
+                    # bytes are read as zeros.
                     assert name == "mask.bin" or not any(data[size:])
                     assert equal(episodes.rows(numbers), rows.take(numbers))
             path.write_bytes(data)

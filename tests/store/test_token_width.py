@@ -1,4 +1,4 @@
-"""The token width of another program's dataset is detected if it is unambiguous, and otherwise must be given.
+"""The token width of another program's dataset is detected if it is unambiguous; otherwise, the user must specify it.
 
 The tests write datasets with plain numpy, like the example scripts of the specification. Expected values are computed
 from the written arrays.
