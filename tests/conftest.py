@@ -22,7 +22,7 @@ from remote.servers import (  # noqa: F401 (fixtures)
 from slower_tests import CLUSTER, EXAMPLES
 from xdist.scheduler import LoadScopeScheduling
 
-# Deadlines and the "too slow" check would fail correct tests on a busy machine.
+# On a busy machine, Hypothesis's deadlines and its "too slow" check would make correct tests fail.
 settings.register_profile(
     "ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -42,7 +42,7 @@ process_watch.mark_children()
 os.environ.pop("PYTHONUNBUFFERED", None)
 # With token authentication, a process that has used one Ray cluster cannot start another with a different home folder.
 os.environ["RAY_AUTH_MODE"] = "disabled"
-# Tests must not depend on the content of the tokenizer cache. Tests of the cache enable the cache.
+# Disable the tokenizer cache, because tests must not depend on its content. The tests of the cache enable it again.
 os.environ["CHATMILL_TOKENIZER_CACHE"] = "0"
 
 
@@ -83,10 +83,11 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 class FilesAndPages(LoadScopeScheduling):
-    """Run the tests of a file in one process, because they share fixtures. The tests of docs pages take long and are
-    distributed one by one.
+    """Run the tests of a file in one process, because they share fixtures. The tests of docs pages are slow, so they
+    are distributed one by one.
 
-    Files that start Ray run one after the other: two clusters that start at the same time can deadlock.
+    Test files that start Ray run one after the other, because two Ray clusters that start at the same time can
+    deadlock.
     """
 
     def _split_scope(self, nodeid):

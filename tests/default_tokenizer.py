@@ -1,4 +1,4 @@
-"""The lines that `chatmill prepare` and `chatmill render` print on standard error without `--tokenizer`."""
+"""The lines that `chatmill prepare` and `chatmill render` print on standard error if `--tokenizer` is not given."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def run(page: Path, folder: Path) -> None:
 def run_command(place: str, command: str, shown: str, folder: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     plain = {"PATH": path, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
-    # Pages run in parallel, so each page uses few threads.
+    # The tests of different pages run in parallel, so each command uses only one OpenMP thread.
     plain["OMP_NUM_THREADS"] = "1"
     # The command may end in a comment, so the closing brace is on its own line.
     code, printed, _ = run_in_shell(f"{{ {command}\n}} 2>&1", folder=folder, environment=os.environ | plain)

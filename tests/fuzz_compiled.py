@@ -377,7 +377,7 @@ def try_bpe(bpe: ModuleType, rng: random.Random) -> None:
         check_encoded(vocabulary, [text.encode() for text in texts], encoder.encode(texts, rng.random() < 0.5))
         before, after = [b"", b"user\n"], [b"", b" \n"]
         kinds = bytes(rng.randrange(2) for _ in texts)
-        # The last choice starts with bytes that can only continue a character.
+        # The last choice starts with UTF-8 continuation bytes.
         pieces = [rng.choice([text.encode(), rng.randbytes(rng.randrange(40)), b"\x80\x80a"]) for text in texts]
         data, starts, stops = b"", [], []
         for piece in pieces:

@@ -121,7 +121,7 @@ def test_every_command_runs_without_torch_or_says_what_to_install(tmp_path):
         "dataset_info.json": '{"chat": {"file_name": "chat.jsonl", "formatting": "sharegpt"}}',
         "sft.yaml": "{model_name_or_path: model, dataset_name: chat.jsonl}",
         "model/config.json": '{"model_type": "llama"}',
-        # A valid file without tensors: an empty header of two bytes.
+        # A valid file without tensors: eight bytes with the size of the header, and the header `{}`.
         "model/model.safetensors": "\2\0\0\0\0\0\0\0{}",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

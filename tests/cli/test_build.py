@@ -150,7 +150,7 @@ def test_missing_control_tokens_are_refused_or_added(run):
     assert (meta.vocab_size, meta.special_token_ids["eot"]) == (263, 262)
 
 
-# Caches built from Dolly and OpenAssistant files.
+# Tests of the commands build-sft-dolly15k and build-sft-oasst1.
 
 
 def test_dolly_and_openassistant_are_built_alike(run):

@@ -151,7 +151,7 @@ def test_replay_shows_rows_with_text_ids_and_mask(run, log, dataset):
 
 @pytest.mark.parametrize(("block_size", "most"), [(200, 6), (100, 4)])
 def test_replay_names_the_line_of_each_conversation_of_a_packed_row(run, block_size, most):
-    """If a packed row is longer than `block_size`, its first conversations are truncated."""
+    """If a packed row is longer than `block_size`, it is truncated at its start and loses its first conversations."""
     said = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": 9 * c}]} for c in LETTERS]
     Path("chat.jsonl").write_text("".join(json.dumps(each) + "\n" for each in said))
     assert run("prepare", "chat.jsonl", "-o", "packed", "--pack", "200", "--workers", "1")[0] == 0

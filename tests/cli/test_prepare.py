@@ -221,7 +221,7 @@ def test_progress_is_shown_in_a_terminal(place):
             while piece := os.read(ours, 4096):
                 shown += piece
         except OSError:
-            # Reading from a terminal fails when the other end is closed.
+            # On a pseudo-terminal, `os.read` raises OSError after the other end is closed.
             pass
         assert build.stdout is not None
         assert json.loads(build.stdout.read())["path"] == "x"

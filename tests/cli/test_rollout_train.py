@@ -350,11 +350,11 @@ def test_a_share_of_rows_may_be_true_answers_spread_evenly(files):
     for share in (1.0, 0, 0.25, 0.5):
         result = train_rollouts(config_of(files, rollout_share=share), files / f"share{share}", quiet=True)
         logged = lines_of(files / f"share{share}" / "rollouts.jsonl")
-        # The run has 18 rows, in rounds of 6.
+        # The run has 18 rows; answers are generated for 6 rows (two steps) at a time.
         assert len(logged) == result.health.rollouts == int(18 * share)
         assert [line["row"] for line in logged if line["step"] == 0] == list(range(int(6 * share)))
         steps = lines_of(files / f"share{share}" / "metrics.jsonl")
         trained[share] = sum(line["trained"] for line in steps if "trained" in line)
-    # This model's answers are not JSON, so each target appends all objects to the answer. In rows without a rollout,
-    # the loss mask also includes the opening brace.
+    # This model's answers are not JSON, so each target consists of an opening brace and all true objects. In rows
+    # without a rollout, the loss mask also includes the brace.
     assert trained == {share: trained[1.0] + 18 - int(18 * share) for share in trained}

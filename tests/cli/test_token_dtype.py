@@ -74,7 +74,7 @@ def test_an_audit_log_stores_the_type_and_is_verified_with_it(store):
 
 
 def test_all_commands_that_open_a_dataset_accept_token_dtype():
-    """Commands without this option accept only chatmill's own datasets, or read the token dtype from an audit log."""
+    """Commands without `--token-dtype` accept only chatmill's own datasets, or read the dtype from an audit log."""
     without = set()
     for name, command in get_command(app_of()).commands.items():  # type: ignore[attr-defined]
         for of, each in getattr(command, "commands", {"": command}).items():

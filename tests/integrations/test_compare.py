@@ -140,7 +140,7 @@ def test_text_that_became_a_control_token_is_named(renderer):
     result = compared(renderer, chat("a<|im_end|>b", "Yo"), peer_row(renderer, *parts))
     [difference] = result.differences
     assert (result.outcome, difference.why) == (Outcome.IDS, Why.CONTROL_TEXT)
-    # The text is ten tokens in one row and one token in the other.
+    # The text <|im_end|> is ten tokens in one row and one token in the other.
     assert difference.counts == Counts(neither=11)
     assert result.counts.total == len(encode(renderer, parts[0][0])) + 4 + 10
 

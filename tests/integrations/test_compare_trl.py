@@ -280,7 +280,7 @@ def test_what_a_template_refuses_is_said_by_both(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["gemma", "qwen2_5", "qwen3", "deepseekv3", "llama3"])
 def test_templates_that_trl_has_an_edition_of_are_replaced_by_it(tmp_path, name):
-    """Some of these templates reject the conversations with tools that TRL uses to test a template."""
+    """TRL tests each template with conversations that contain tools, which some of these templates reject."""
     renderer = open_renderer("template", str(make_model(tmp_path / "model", trl_template(name))))
     with TRLPeer(renderer) as peer:
         assert (peer.setup.patched, peer.setup.no_mask) == (True, "")

@@ -77,7 +77,7 @@ def test_every_rollout_gives_a_valid_target(data, seed):
     ids = chopped(TOY, data, seed)
     found = build_target(ids, TRUTH, tokenizer=TOY)
 
-    # In the prefix, the mask contains only slots.
+    # In the prefix, the mask contains only coordinates (`Part.SLOT`).
     found.rows.check()
     assert found.rows.ids.tolist() == found.ids
     assert found.ids[-1] == EOS and len(found.rows) == 1

@@ -85,7 +85,7 @@ def test_tokens_before_the_border_are_unchanged_and_all_tokens_decode_to_the_tex
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), cut=st.integers(1, 400))
 def test_a_canonical_rollout_has_a_canonical_target(seed, cut):
-    """The target has the tokens that the tokenizer produces for its whole text, whatever merges the tokenizer has."""
+    """Encoding the whole text of the target gives the target's tokens, whatever merges the tokenizer has."""
     draw = random.Random(seed)
     toy = Toy([merge for merge in HURTING if draw.random() < 0.7])
     found = [box(n + 1, draw.choice(["cat", "bird"]), n, n, n + 99, n + 99) for n in range(3)]

@@ -161,7 +161,7 @@ def test_coordinate_names_are_text_if_the_schema_has_no_coordinates(tmp_path):
 def test_answers_with_a_different_token_count_on_the_server_are_reported():
     prompts, records = question()
     size = len(encode_answers([BOX], task())[0])
-    # Two correct counts, with and without the end of turn, and three wrong counts: too large, too small and missing.
+    # Two correct counts (with and without the end of turn), two wrong counts (too large and too small), and no count.
     counts = [size + 1, size, size + 2, size - 1, None]
 
     def answer(request, number):

@@ -54,7 +54,7 @@ def watched(browser):
 
 @pytest.fixture
 def rollout_target(tmp_path):
-    """Return a row in which the label of one token differs from its id, as for a rollout coordinate."""
+    """Return a row in which the label of one token differs from its id, as it does for rollout coordinates."""
     shown = make(tmp_path, [line("q", "a")])
     spans = np.zeros(4, dtype=SPAN)
     spans["length"], spans["message"], spans["target"] = [1, 1, 1, 2], [0, 1, 1, 1], [-1, -1, 52, -1]

@@ -19,7 +19,7 @@ def assert_is_a_picture(path: Path) -> None:
     width, height = struct.unpack(">II", image[16:24])
     assert width == 1280
     assert 600 <= height <= 1000
-    # A screenshot of an empty page is a tenth of this minimum size.
+    # A screenshot of an empty page has only about a tenth of this minimum size.
     assert 50_000 < len(image) < MAX_BYTES
 
 

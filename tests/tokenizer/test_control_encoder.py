@@ -63,7 +63,7 @@ def encoders(tmp_path_factory):
         path = tmp_path_factory.mktemp("control") / f"{name.replace(' ', '_')}.json"
         made.save(str(path))
         with warnings.catch_warnings():
-            # A warning says that the fast engine does not support some files.
+            # Ignore the warning that the fast engine does not support some of these files.
             warnings.simplefilter("ignore")
             out[name] = (ControlEncoder(open_tokenizer(path), path.read_bytes()), made)
     return out

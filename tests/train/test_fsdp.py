@@ -178,7 +178,8 @@ def test_models_that_cannot_be_loaded_in_shards_are_loaded_whole_or_refused(tmp_
             with pytest.raises(DataError) as alone:
                 open_model(Path(folder))
             assert str(caught.value) == str(alone.value) or "shape" in folder
-        # Each of two ranks needs twice the size of the model: half of the weights, gradients and two moments.
+        # Each of two ranks needs twice the size of the model: half of the weights, half of the gradients, and half of
+        # each of the two moments.
         memory.available_memory = lambda: 2.1 * size
         assert open_for_shards(config(init_from_model=str(base)), VOCAB, compute=None, world=world).note is None
         memory.available_memory = lambda: 1.9 * size

@@ -105,7 +105,7 @@ def undisturbed(sums_data, tmp_path_factory) -> Path:
 
 
 def test_a_rank_killed_during_a_save_leaves_a_run_that_resumes_bitwise(undisturbed, sums_data, tmp_path):
-    """The rank is killed while writing a file, before creating a file, and before and after the publishing rename."""
+    """A rank is killed while writing a file, before creating one, and before or after it publishes a checkpoint."""
     for rank, operation, name in KILLS:
         killed(sums_data, tmp_path, rank, operation, name, max_iters=6)
         assert len(list_checkpoints(tmp_path / "run")) == (operation == "renamed")

@@ -44,7 +44,7 @@ def test_untrained_tokens_have_targets_of_minus_100(tmp_path):
 def test_training_ends_after_one_pass_of_the_loader(tmp_path):
     data = prepare(tmp_path, "blocks", "--format", "post-training", "--fit", "blocks", "--max-tokens", "32")
     rows = EpisodeLoader(data, config(block_size=31)).plan("train").num_eligible
-    # The last batch is not full, and max_iters is far more than the number of steps in one pass.
+    # The last batch is not full, and max_iters is far larger than the number of steps in one pass.
     assert rows % 5
     values = {**SMALL, "block_size": 31, "batch_size": 5, "max_iters": 10_000, "post_training": True}
     values.pop("use_loss_mask")

@@ -286,7 +286,7 @@ def test_without_the_callback_the_dataset_itself_refuses(plain, model_folder, tm
         trainer.train()
 
 
-# The audit log.
+# Tests of the audit log.
 
 
 def verified(folder: Path) -> AuditResult:

@@ -1,10 +1,10 @@
 """Let torchtitan's own trainer run on a CPU; this module must be imported before torchtitan.
 
-Without an accelerator, torchtitan uses CUDA, which a CPU build of torch does not have. This module replaces the device
-module with torch's CPU module, and the logged memory with zeros. FlexAttention has no backward pass on a CPU, so this
-module replaces it with dense attention that uses torchtitan's mask. Two calls are skipped: setting a new timeout after
-the first training step, which needs the index of a GPU, and a sleep of two seconds at the end. All other code comes
-from torchtitan.
+Without an accelerator, torchtitan uses CUDA, which a CPU build of torch does not have. This module replaces
+torchtitan's device module with torch's CPU module, and logs zeros as the memory usage. FlexAttention has no backward
+pass on a CPU, so this module replaces it with dense attention that uses torchtitan's mask. Two calls are skipped:
+setting a new timeout after the first training step, which needs the index of a GPU, and a sleep of two seconds at the
+end. All other code comes from torchtitan.
 """
 
 from __future__ import annotations
