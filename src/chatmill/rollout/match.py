@@ -238,7 +238,10 @@ def _first_of_all(
 
 
 def _first_of_best(steps: Steps) -> list[tuple[int, int]]:
-    """Return the same pairs as `_first_of_all`, without brute force; `steps` is -1 for infeasible pairs."""
+    """Return the same pairs as `_first_of_all`, without brute force.
+
+    `steps` contains the rounded overlap of each pair, or -1 if the pair is infeasible.
+    """
     allowed = steps >= 0
     best, chosen = _largest_sum(steps, allowed)
     pairs = []

@@ -296,7 +296,7 @@ def _array(data: bytes, at: int) -> tuple[int, bool, int]:
         if match[1] is None:
             what = data[match.start()]
             if what in b"{[":
-                stack.append(what + 2)  # code of the matching closing bracket
+                stack.append(what + 2)  # ASCII code of the matching closing bracket
             elif stack.pop() != what:
                 raise _EndError("fault")
             if not stack:

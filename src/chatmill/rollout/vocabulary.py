@@ -150,7 +150,7 @@ class Vocabulary:
         if spelled == wanted:
             return ids
         if spelled == b" " + wanted:
-            # SentencePiece adds a space to the first token, so replace only this token.
+            # SentencePiece may add a space to the first token. In that case, replace only the first token.
             first = next(at for at, piece in enumerate(self.pieces(ids)) if piece)
             head = self._segment((self.pieces(ids)[first] or b"")[1:])
             if head is not None:
