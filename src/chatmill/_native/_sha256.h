@@ -1,5 +1,5 @@
-/* Compute SHA-256 of several messages at the same time. With SHA-256 instructions, two messages in one loop hide the
-   latency of the instructions. */
+/* Compute SHA-256 of several messages at the same time. With SHA-256 instructions, hashing two messages in one loop
+   hides the latency of the instructions. */
 
 #include <stdint.h>
 #include <string.h>

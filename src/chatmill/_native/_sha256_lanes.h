@@ -1,7 +1,7 @@
 /* Define a function that computes SHA-256 of LANES messages at the same time, with one message in each lane of a vector.
 
-   This file is included once for each width, with these macros: LANES, the name of the FUNCTION, and the
-   attribute TARGET_LANES. */
+   This file is included once for each width, with these macros: LANES, FUNCTION (the name of the function), and
+   TARGET_LANES (the attribute of the function). */
 
 #if LANES == 1
 #define WORDS uint32_t

@@ -191,8 +191,8 @@ def with_mask(rows: Rows, mask: ArrayLike) -> Rows:
 
 
 def assistant_mask(ids: ArrayLike, *, assistant: int, close: int) -> NDArray[np.bool_]:
-    """Return a loss mask of the tokens after each `assistant` token, up to and including the next `close` token. Turn
-    markers of other roles are ignored.
+    """Return a loss mask that includes the tokens after each `assistant` token, up to and including the next `close`
+    token. Turn markers of other roles are ignored.
     """
     tokens = np.asarray(ids, dtype=np.int64)
     place = np.arange(1, len(tokens) + 1)

@@ -84,7 +84,7 @@ def build_dir(
 
 @dataclass(frozen=True)
 class CleanedBuilds:
-    """Numbers and sizes of the files that killed builds left next to the target folder."""
+    """The number and total size of the files that killed builds left next to the target folder."""
 
     removed: ObjectCount
     young: ObjectCount

@@ -50,8 +50,8 @@ class Duplicates:
 
 
 def find_duplicates(staged: Sequence[StagedFile], job: Job, excluded: Sequence[Flags] | None = None) -> Duplicates:
-    """Find all duplicate records. Among equal records, the record from the source with the highest precedence is kept
-    and, within that source, the first record.
+    """Find all duplicate records. Of several equal records, the first record of the source with the highest precedence
+    is kept.
 
     `excluded` contains a boolean array for each file, which marks the rows of records to skip.
     """

@@ -160,8 +160,8 @@ def _count_removed(unit: StagedHead, reason: NDArray[np.uint8], ledger: Ledger) 
 
 
 def smallest_shares(staged: Sequence[StagedFile], job: Job) -> tuple[float, float] | None:
-    """Return the smallest validation fractions that give each split at least one record, for splitting by hash and by
-    shuffle. Return None if no fraction gives each split a record.
+    """Return the smallest validation fractions that give each split at least one record: the first fraction for
+    splitting by hash, the second for splitting by shuffle. Return None if no fraction gives each split a record.
     """
     first, last, before = 1.0, 0.0, 0
     has_rows = np.zeros(sum(file.head().extra["records"] for file in staged), dtype=bool)

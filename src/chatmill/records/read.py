@@ -251,7 +251,7 @@ def _read(
                 yield items
             on_end(line)
         except RecordError as fault:
-            # The rest of the file is corrupt. A fault without a line number is on the line after the last one read.
+            # The rest of the file is corrupt. An error without a line number is on the line after the last line read.
             yield [fault.at(files.label(part.path), fault.line or line + 1)]
 
 
@@ -383,9 +383,9 @@ def _readable(pieces: Iterator[T]) -> Iterator[T]:
 
 
 def _readable_units(numbered: files.Units, limit: int, *, stops: bool) -> Iterator[tuple[int, bytes]]:
-    """Yield pairs of a line number and bytes, up to the first corrupt data.
+    """Yield the line number and the bytes of each record, up to the first corrupt data.
 
-    With `stops`, also stop before the first pair with more than `limit` bytes.
+    With `stops`, also stop before the first record of more than `limit` bytes.
     """
     return takewhile(lambda unit: not stops or len(unit[1]) <= limit, _readable(numbered))
 

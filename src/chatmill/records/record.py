@@ -19,8 +19,8 @@ _construct = msgspec.StructMeta.__call__
 
 
 class _FromFields(msgspec.StructMeta):
-    """A metaclass with which `Message(...)` and `Record(...)` validate and convert fields like records read from a
-    file.
+    """A metaclass that makes `Message(...)` and `Record(...)` validate and convert their fields in the same way as the
+    fields of a record in a file.
     """
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805

@@ -121,7 +121,7 @@ def _line_end(url: Url, at: int, end: int) -> int:
 
 
 def conversations(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog | None = None) -> Units:
-    """Yield the first line number and the text of each conversation in a transcript stream; skip blank ones."""
+    """Yield the first line number and the text of each conversation in a transcript stream, except blank ones."""
     held, searched, overlong, line = bytearray(), 0, False, 1
     with open_bytes(path, log=log) as file:
         while data := file.read(chunk):
@@ -146,7 +146,7 @@ def conversations(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog 
 
 
 def _piece(held: bytearray, end: int, line: int, limit: int) -> Units:
-    """Yield the line number and the text of a conversation without leading whitespace, unless it is blank."""
+    """If a conversation is not blank, yield its line number and its text without leading whitespace."""
     text = bytes(held[: min(end, limit + 1)])
     begin = len(text) - len(text.lstrip())
     if begin < len(text):

@@ -160,7 +160,8 @@ def _added_tokens(backend: Backend, declared: Mapping[str, int], place: str) -> 
     added = {}
     for token, id in declared.items():
         if token in backend.control or id < backend.vocab_size:
-            # Also accept a token whose text matches, because the unknown token is declared but is not a control token.
+            # Also accept an id whose token has the same text, because `declared` may contain the unknown token, which
+            # is not a control token.
             if backend.control.get(token) != id and backend.piece(id) != token.encode():
                 what = f'tokenizer_config.json gives "{one_line(token)}" the id {id}, but the tokenizer does not'
                 raise DataError(f"{place}: {what}; both files must come from the same tokenizer")

@@ -118,7 +118,7 @@ class _Turns:
         return between[:size], between[size:]
 
     def _ends(self, closing: Sequence[str]) -> list[str]:
-        """Return the tokens of `closing` after its last special token, which end the turn.
+        """Return the tokens that end the turn: all tokens of `closing` after its last special token.
 
         Tokens before a special token are tags, as in `</response><|im_end|>`.
         """

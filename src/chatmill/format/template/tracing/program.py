@@ -221,7 +221,7 @@ class TracedSandbox(Sandbox):
         return opaque(str(value), inside) if inside else literal(str(value))
 
     def container(self, value: Any) -> Any:
-        """Convert the right operand of `in` to a traced string, which adds a guard for the result."""
+        """Convert the right operand of `in` to a traced string, which adds a guard for the result of `in`."""
         return literal(value) if isinstance(value, str) else value
 
     def compared_length(self, value: Any, comparison: str, number: int) -> bool:
