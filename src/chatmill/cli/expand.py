@@ -1,5 +1,5 @@
-"""Expand one parameter of a command function to several command-line options: the fields of a dataclass, or the keys of
-a config.
+"""Expand one parameter of a command function into several command-line options: the fields of a dataclass, or the keys
+of a config.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def option(config: type[Any], name: str) -> Any:
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command with its grouped parameters expanded to options.
 
-    A dataclass parameter is replaced by one option per field, and the command gets an instance of the dataclass. A
-    parameter annotated with an `OptionGroup` is replaced by the options of the group, and the command gets the result
-    of `gather`.
+    A dataclass parameter is replaced by one option per field, and the command receives an instance of the dataclass. A
+    parameter annotated with an `OptionGroup` is replaced by the options of the group, and the command receives the
+    result of `gather`.
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, OptionGroup] = {}

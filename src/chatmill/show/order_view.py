@@ -34,7 +34,7 @@ class OrderView:
     """Computes the order of a dataset's episodes with a load config, for any seed and epoch."""
 
     def __init__(self, path: Place, config: LoadConfig, sources: Sequence[str] | None = None) -> None:
-        """`sources` are the names of datasets in a folder; if the config has no mix, they have equal weights."""
+        """`sources` are the names of datasets in a folder. If the config has no mix, all datasets have equal weights."""
         # Override padding and the loss mask: some datasets lack them, and the order does not depend on them. Keep an
         # incomplete last batch, so that every episode has a row.
         self.config = replace(config, pad_token_id=0, use_loss_mask=False, epoch_drop_last=False)
@@ -206,7 +206,9 @@ def _origin(plan: LoadPlan, episode: int, segment: int) -> str:
 
 
 def replay_tokenizer(plan: LoadPlan, spec: str | None) -> Tokenizer | None:
-    """Open the tokenizer `spec`; if `spec` is None, open `bytes` if the dataset was built with it, else return None."""
+    """Open the tokenizer `spec`. If `spec` is None, open the tokenizer `bytes` if the dataset was built with it;
+    otherwise, return None.
+    """
     source = plan.sources[0]
     built_with, control, besides, name = tokenizer_metadata(source.dataset)
     if built_with is None:

@@ -83,7 +83,7 @@ def place_name(row: Rows, segment: int | None = None, *, unrolled: bool = False,
 
 
 def last_message(row: Rows, segment: int = 0) -> int | None:
-    """Return the index of the last message of a segment; in an unrolled row, this is the trained answer."""
+    """Return the index of the last message of a segment; in an unrolled row, this message is the trained answer."""
     message = row.spans["message"][row.first_span[segment] : row.first_span[segment + 1]]
     message = message[message != NO_MESSAGE]
     return int(message.max()) if len(message) else None
