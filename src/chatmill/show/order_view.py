@@ -34,7 +34,7 @@ class OrderView:
     """Computes the order of a dataset's episodes with a load config, for any seed and epoch."""
 
     def __init__(self, path: Place, config: LoadConfig, sources: Sequence[str] | None = None) -> None:
-        """`sources` are the names of datasets in a folder. If the config has no mix, all datasets have equal weights."""
+        """`sources` are the names of datasets in a folder. If the config has no mix, the sources have equal weights."""
         # Override padding and the loss mask: some datasets lack them, and the order does not depend on them. Keep an
         # incomplete last batch, so that every episode has a row.
         self.config = replace(config, pad_token_id=0, use_loss_mask=False, epoch_drop_last=False)
