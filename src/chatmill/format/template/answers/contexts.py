@@ -130,8 +130,8 @@ class ContextFinder:
         return self._common_with(self.headers.assistant, message, start)
 
     def _prompt(self, message: int) -> tuple[str | None, str]:
-        """Return the prompt for a message and its header; if the template rejects the prompt, return None and the usual
-        header.
+        """Return the prompt for a message, and the header at the end of the prompt. If the template rejects the prompt,
+        return None and the usual header.
         """
         usual = self.headers.assistant
         try:
@@ -155,7 +155,10 @@ class ContextFinder:
         return header[self._before(header, start) :]
 
     def _common_with(self, header: str, message: int, start: int) -> Context:
-        """Return the part of the header that is in both the row and the prompt; raise if it is shorter than `_core`."""
+        """Return the part of the header that is in both the row and the prompt.
+
+        Raise a `RecordError` if this part does not include the role-specific part (`_core`) of the header.
+        """
         size = self._before(header, start)
         if not self._is_context(header, size, start):
             raise self._mismatch(message, start, header)

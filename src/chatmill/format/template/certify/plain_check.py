@@ -273,7 +273,7 @@ class PlainCheck:
         return text
 
     def _is_whole(self, header: str, size: int) -> bool:
-        """Whether the first `size` characters of `header` contain the whole role header."""
+        """Whether the first `size` characters of `header` contain the whole part that identifies the role."""
         tokens = self._tokens.find(header)
         if not tokens or tokens[0].start():
             after = header[size:].replace(MARK, "").strip()
