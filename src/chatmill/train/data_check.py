@@ -67,7 +67,7 @@ class DataCheck:
         return self._thread is not None and self._thread.is_alive()
 
     def follow(self, saved: Path | None, at: Cursor, *, all_done: bool) -> None:
-        """Start a pass over the data files in each epoch; once all ranks have finished it, record the verified
+        """Start a pass over the data files in each epoch; once all ranks have finished the pass, record the verified
         checkpoint.
 
         `saved` is the newest checkpoint. If the data order has no epochs, a new pass starts each time the run has
