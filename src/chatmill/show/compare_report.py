@@ -21,7 +21,7 @@ BEFORE, INSIDE, AFTER = 8, 16, 4
 SEPARATOR = "│"
 TRAINED, DIFFERENT = "bold green", "bold yellow"
 MAX_REASONS = 20
-"""Maximum number of separate reasons for refusals; further reasons are counted together."""
+"""Maximum number of separate reasons for rejecting records; further reasons are counted together."""
 OTHER_REASONS = "other reasons"
 
 
@@ -69,7 +69,7 @@ class Comparison:
     text: TokenText
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
-    """Number of refused records by library: chatmill, TRL or both."""
+    """Number of rejected records by library: chatmill, TRL or both."""
     refusals: dict[tuple[str, str], Refusals] = field(default_factory=dict)
     """Refusals by library and kind of reason."""
     counts: Counts = field(default_factory=Counts)
