@@ -101,7 +101,7 @@ def run(
 
 
 def rechained(lines: list[bytes], start: int) -> list[bytes]:
-    """Recompute the hash chain from line `start`, as an attacker would do to hide a change."""
+    """Recompute the hash chain from line `start`, as an attacker would to hide a change."""
     fixed = list(lines)
     for number in range(start, len(fixed)):
         previous = hashlib.sha256(fixed[number - 1]).hexdigest() if number else "0" * 64

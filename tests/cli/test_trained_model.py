@@ -298,7 +298,7 @@ def test_without_samples_an_evaluation_reports_only_losses(sampled):
 
 
 def test_a_sample_answer_without_an_end_is_shown_with_the_expected_answer(sampled):
-    # The untrained model repeats one token.
+    # An untrained model repeats one token, so its answer has no end token.
     told = sampled(
         "--init_from_model", "null", "--n_layer", "1", "--n_embd", "16", "--n_head", "2", "--eval_samples", "1"
     )

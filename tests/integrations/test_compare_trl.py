@@ -325,7 +325,7 @@ def test_a_hostile_template_costs_its_record_and_nothing_else(run, tmp_path, mon
 
 
 def test_a_template_that_never_ends_is_given_up_in_one_line(tmp_path, monkeypatch):
-    """chatmill's own renderer would refuse to open this template, so only TRL renders with it."""
+    """chatmill's own renderer would reject this template when it is opened, so only TRL renders with it."""
     monkeypatch.setattr("chatmill.integrations.trl_peer.SECONDS", 1.0)
     renderer = open_renderer("template", str(make_model(tmp_path / "model", TAGGED)))
     endless = TemplateSource("endless.jinja", ENDLESS.replace("'loop' in messages[0].content", "true"))

@@ -1,4 +1,4 @@
-/* Print the hashes of groups of messages: `sha256 [WAY]`, with a value of the enum in _sha256.h.
+/* Print the hashes of groups of messages: `sha256 [WAY]`, where WAY is a value of the enum in _sha256.h.
 
    A group on stdin consists of the number of messages and their lengths as int64, followed by the messages. The program
    exits with code 3 if the processor does not support WAY. */

@@ -85,7 +85,7 @@ def test_every_range_reads_the_right_bytes(bucket, monkeypatch):
 
 
 def test_names_are_used_literally(bucket):
-    # A store that keeps objects as files cannot use the same name for an object and a folder.
+    # Write below `folder`, because a store that keeps objects as files cannot use one name for an object and a folder.
     urls = [bucket / f"folder/{name}" for name in NAMES if bucket.scheme != "memory" or "::" not in name]
     for url in urls:
         write(url, str(url).encode())

@@ -126,7 +126,7 @@ def test_a_suspended_rank_is_waited_for_and_a_killed_rank_ends_all_ranks(tmp_pat
 
     ranks = Ranks(tmp_path, after_all(compute), after_all(wait_in_a_collective), after_all(sleep), victim)
     ranks.send(3, signal.SIGSTOP)
-    # The pause is longer than the limit for a node that does not respond.
+    # The pause is longer than `UNREACHABLE_SECONDS`, the limit for nodes that do not respond.
     time.sleep(5)
     (tmp_path / "go").touch()
     assert [child.exitcode for child in ranks.children] == [None] * 4

@@ -416,7 +416,7 @@ def test_wandb_without_credentials_and_mlflow_with_a_wrong_address_refuse_the_ru
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
     with pytest.raises(UsageError, match=r"mlflow: .*nowhere.*; check MLFLOW_TRACKING_URI"):
         trained(sums_data, clients / "refused", report_to=["mlflow"])
-    # The client reads its settings only once.
+    # The W&B client reads its settings only when it starts, so stop it before the environment changes.
     wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "on")
     with pytest.raises(UsageError, match=r"^wandb: .* mode Input should be 'online'"):

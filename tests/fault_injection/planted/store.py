@@ -1,4 +1,4 @@
-"""Bugs in how datasets are built, checked and mapped."""
+"""Bugs in how datasets are built, verified and memory-mapped."""
 
 from __future__ import annotations
 

@@ -115,7 +115,8 @@ def test_an_interrupt_ends_the_threads_and_skips_the_remaining_slices(monkeypatc
     with pytest.raises(KeyboardInterrupt):
         slices.render_slices(render, records, ledger=None, threads=2)
     for thread in threading.enumerate():
-        # If the interrupt arrives while the pool is starting a thread, the pool does not wait for this thread.
+        # If the interrupt arrives while the pool is starting a thread, the pool does not wait for this thread, so join
+        # it here.
         if thread.name.startswith("chatmill-render"):
             thread.join(60)
             assert not thread.is_alive()
