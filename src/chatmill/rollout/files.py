@@ -139,6 +139,6 @@ class RolloutReplay:
 
 
 def _name(path: Place) -> str:
-    """Return a relative path unchanged, but only the file name of an absolute path or URL."""
+    """Return a relative path unchanged; for an absolute path or a URL, return only the file name."""
     is_relative = isinstance(path, Path) and not path.is_absolute()
     return label(path) if is_relative or is_standard_input(path) else path.name

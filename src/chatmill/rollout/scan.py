@@ -214,7 +214,6 @@ def _boxes(data: bytes, at: int) -> list[Box]:
 def _entry(data: bytes, start: int) -> tuple[ParsedEntry | None, Ended | None]:
     """Return two values: the entry at byte offset `start`, or None if there is none; and how the scan ended, or None if
     it continues.
-
     """
     key, value = "", start
     try:
@@ -248,9 +247,9 @@ def _key(data: bytes, at: int) -> tuple[str, int]:
 
 
 def _value(data: bytes, at: int) -> tuple[int, bool, int]:
-    """Return the end offset of a JSON value, whether the value is an object, and the largest n of all keys object_{n} in
-    the value (-1 without such a key).
+    """Return the end offset of a JSON value, whether the value is an object, and the largest n of its keys object_{n}.
 
+    Keys of nested objects are included. Without such a key, n is -1.
     """
     first = data[at : at + 1]
     if first == b"{":

@@ -90,8 +90,9 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
 
 
 def check_is_model(folder: Path) -> None:
-    """Raise `DataError` if a folder contains neither a model nor adapters, checking only configs and file headers.
-    Custom model families are not checked.
+    """Raise `DataError` if a folder contains neither a model nor adapters.
+
+    Only configs and file headers are checked. Custom model families are not checked.
     """
     check_folder(folder)
     if is_adapter(folder) or not callable(MODEL_FAMILIES.get(model_type(folder))):

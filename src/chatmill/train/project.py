@@ -71,8 +71,8 @@ def compare_tokenizer(
         return
     path, caches = local_path(settings[TOKENIZER]), list(_caches(config))
     if path.is_file() and all(cache.meta.tokenizer_sha256 == file_info(path).sha256 for cache in caches):
-        # Compare the hash of the tokenizer file first, because opening the tokenizer is slow. If the cache added tokens
-        # to the tokenizer, its hash differs from that of the file.
+        # Compare the hash of the tokenizer file first, because opening the tokenizer is slow. If tokens were added to
+        # the tokenizer for the cache, the hash in the cache differs from the hash of the file.
         return
     named = f"{FILE}: {TOKENIZER} is {one_line(str(path))}"
     if str(path) != "bytes" and not path.exists():

@@ -269,7 +269,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 class RowsData(NamedTuple):
     """Identifies the dataset that the episode ids of a log line refer to. Each log line identifies its dataset, because
-    a run can resume with a different one.
+    a run can resume with a different dataset.
     """
 
     dataset_dir: str
