@@ -58,7 +58,9 @@ def test_each_source_has_its_own_counts(job, workers):
 
 
 def test_a_resumed_build_reports_the_units_it_reuses(job):
-    """Units of the interrupted build must not affect the reported rate."""
+    """Units that the interrupted build has finished are counted separately, so that they do not affect the reported
+    rate.
+    """
     stopped = 0
 
     def stop(now: BuildProgress) -> None:

@@ -98,7 +98,7 @@ def test_attention_and_its_gradients_are_those_of_the_dense_mask(on_any_device):
     torch.manual_seed(0)
     q = torch.randn(2, 53, 4, 8, requires_grad=True)
     k, v = (torch.randn(2, 53, 2, 8, requires_grad=True) for _ in "kv")
-    # Values are a non-contiguous slice of the joint projection.
+    # In the model, the values are a non-contiguous slice of the joint projection.
     v = torch.cat([v, v], dim=-2)[:, :, 2:]
     masks = [bounds_of(BATCH.segments), dense_mask(segment_start(BATCH.segments))]
     assert isinstance(masks[0], Bounds)

@@ -47,7 +47,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     # These architectures use ALiBi or a recurrent state, so they do not separate conversations.
     "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
-    # OPTForCausalLM calls the decoder inside OPTModel directly, without calling OPTModel.
+    # Conversations are not separated here either: OPTForCausalLM calls the decoder inside OPTModel without calling
+    # OPTModel.
     "opt": COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32},
 }
 APART = {"bloom", "mamba", "opt"}

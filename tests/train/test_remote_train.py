@@ -175,7 +175,7 @@ def test_the_progress_of_downloads_is_shown_while_the_first_batch_waits(local, t
             shown.set()
 
     def slow(url, *range_of_bytes):
-        # Only the index is needed before the run starts.
+        # The run needs only the index before it starts, so delay all other files until the download is reported.
         assert range_of_bytes[1] == index.size or shown.wait(60)
         return read(url, *range_of_bytes)
 

@@ -24,7 +24,7 @@ def room_left(place: Path, room: Room | None, free: int, work: Callable[[], Any]
 
     if room is not None:
         held = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
-        # The size of a file system is a multiple of a page, and at least one page.
+        # The size of a file system must be a multiple of the page size, and at least one page.
         room.resize(max(4096, held + free) & ~4095)
     ended = apart(limited)
     if room is not None:

@@ -168,7 +168,7 @@ def test_the_mask_of_a_difficult_template_is_exact(tmp_path, name):
 
 @pytest.mark.parametrize("written", ["{}", '{"eos_token_id": null}'])
 def test_a_generation_config_without_an_end_token_is_accepted(tmp_path, written):
-    # If the config of a model has no EOS token, transformers writes one of these files.
+    # If the config of a model has no EOS token, transformers writes a file with one of these contents.
     name = next(name for name in GOLDEN if name not in STOPS)
     source, record, expected = GOLDEN[name]
     opened(tmp_path, source, name)
