@@ -41,7 +41,7 @@ PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 def load_lm(folder: Path, *, weights: WeightPrecision = "float32") -> Any:
     """Load a causal language model with transformers, without running code or reading pickles from the folder.
 
-    First, the file types, the tensor sizes and the required memory are checked, using only the file headers. A missing
+    First, only the file headers are read, to check the file types, the tensor sizes and the required memory. A missing
     weight is an error, because transformers would initialize it randomly. With nf4 weights, the model is quantized on a
     GPU if one is available, and stays on that GPU.
     """
