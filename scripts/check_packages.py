@@ -56,7 +56,7 @@ def build() -> tuple[Path, Path]:
     [sdist], [wheel] = DIST.glob("*.tar.gz"), DIST.glob("*.whl")
     start = f"chatmill-{VERSION}"
     if sdist.name != f"{start}.tar.gz" or not wheel.name.startswith(f"{start}-cp311-abi3-"):
-        sys.exit(f"dist: {sdist.name} and {wheel.name}; expected {start}.tar.gz and {start}-cp311-abi3-…whl")
+        sys.exit(f"dist: contains {sdist.name} and {wheel.name}; expected {start}.tar.gz and {start}-cp311-abi3-…whl")
     print(f"dist/{sdist.name}\ndist/{wheel.name}")
     return sdist, wheel
 
@@ -89,7 +89,7 @@ def check_cibuildwheel() -> None:
             flags = ("--platform", system, "--archs", machine, "--print-build-identifiers")
             built = run(BIN / "cibuildwheel", *flags, ".").split()
             if built != [f"{python}-{IDENTIFIER[system]}_{machine}" for python in wanted]:
-                sys.exit(f"cibuildwheel {' '.join(flags)}: {' '.join(built)}; expected wheels for {' '.join(wanted)}")
+                sys.exit(f"cibuildwheel {' '.join(flags)}: builds {' '.join(built)}; expected {' '.join(wanted)}")
             print(f"cibuildwheel: {' '.join(built)}")
 
 

@@ -41,7 +41,7 @@ class Questions(NamedTuple):
     when: Sequence[tuple[str, str]]
     found: Sequence[tuple[str, str]]
     careless: bool
-    """Whether some answers follow a careless reply and a complaint."""
+    """Whether some conversations contain a careless reply and a complaint before the correct answer."""
 
 
 def split_questions(seed: int) -> tuple[Questions, Questions]:

@@ -187,7 +187,7 @@ def compare(data: Path, folder: Path, ways: dict[str, dict[str, Any]]) -> int:
         far = max(abs(one - other) for one, other in zip(curve, right, strict=True))
         faults += far > CLOSE
         seconds = time.perf_counter() - began
-        print(f"{name:<24} {curve[0]:.5f} to {curve[-1]:.5f}, at most {far:.5f} off, {seconds:.1f} s", flush=True)
+        print(f"{name:<24} {curve[0]:.5f} to {curve[-1]:.5f}, difference {far:.5f}, {seconds:.1f} s", flush=True)
     return faults
 
 

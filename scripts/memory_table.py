@@ -168,7 +168,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the tables into docs/explanation/models.md")
     parser.add_argument(
-        "--check", action="store_true", help="exit with 1 if the tables in docs/explanation/models.md differ"
+        "--check", action="store_true", help="exit with code 1 if docs/explanation/models.md is out of date"
     )
     args = parser.parse_args()
     if args.write or args.check:

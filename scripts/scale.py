@@ -67,7 +67,7 @@ def main() -> None:
         print(f"{name:<44}" + "".join(f"{each[name]:>14,.4g}" for each in found))
     for count, (opened, size) in shards.items():
         print(f"open {count:,} shards, ms; metadata, kB".ljust(44) + f"{opened:>14,.4g}{size:>14,.4g}")
-    print(f"{'1 of a billion positions, feistel order, µs':<44}{order['position_us']:>14,.4g}")
+    print(f"{'look up 1 of 10^9 positions, feistel order, µs':<44}{order['position_us']:>14,.4g}")
 
 
 def measure(count: int, folder: Path | None) -> dict[str, Any]:

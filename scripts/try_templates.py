@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", default="", help="use only templates whose name contains this text, and print every conversation"
     )
-    parser.add_argument("--table", type=Path, help="exit with 1 if the inexact results differ from this list")
+    parser.add_argument("--table", type=Path, help="exit with code 1 if the inexact results differ from this list")
     parser.add_argument("--write", type=Path, help="write the list of inexact results to this file")
     parser.add_argument("-j", "--jobs", type=int, default=1, help="processes (default: 1)")
     given = parser.parse_args(argv)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 FORMAT = "format: chatml, because the tokenizer bytes has no chat template\n"
 NOTE = (
-    "note: the tokenizer is bytes, the default, with one token per byte; to use the tokenizer of a model, pass "
+    "note: no tokenizer was given, so bytes is used, with one token per byte; to use the tokenizer of a model, pass "
     "--tokenizer FOLDER\n"
 )
 

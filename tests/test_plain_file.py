@@ -22,7 +22,7 @@ from chatmill.tokenizer import open_tokenizer
 @pytest.mark.parametrize("read", [check_plain, open_plain, read_plain])
 def test_what_is_no_plain_file_is_an_error_at_once(tmp_path, make, kind, read):
     make(tmp_path / "x")
-    with pytest.raises(OSError, match=f"it is {kind}, not a plain file"):
+    with pytest.raises(OSError, match=f"it is {kind}, not a regular file"):
         read(tmp_path / "x")
 
 
@@ -37,11 +37,11 @@ def test_a_plain_file_is_read_up_to_the_limit(tmp_path):
 
 def test_a_tokenizer_that_is_a_fifo_is_one_line(tmp_path):
     os.mkfifo(tmp_path / "t.json")
-    with pytest.raises(DataError, match="it is a FIFO, not a plain file"):
+    with pytest.raises(DataError, match="it is a FIFO, not a regular file"):
         open_tokenizer(str(tmp_path / "t.json"))
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "folder" / "tokenizer_config.json")
-    with pytest.raises(DataError, match="it is a FIFO, not a plain file"):
+    with pytest.raises(DataError, match="it is a FIFO, not a regular file"):
         open_tokenizer(str(tmp_path / "folder"))
 
 

@@ -46,7 +46,7 @@ class ValueCheck:
     expected: str
     accepts: Callable[[Any], bool]
     fault: Callable[[Any], str | None] = lambda value: None
-    """Returns what is wrong with a value that is not accepted, if `expected` alone does not tell."""
+    """Returns a description of the error in a rejected value, or None if `expected` is description enough."""
 
 
 def integer(least: int, most: int | None = None) -> ValueCheck:

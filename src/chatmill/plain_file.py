@@ -82,4 +82,4 @@ def read_plain(path: Path, limit: int = JSON_LIMIT) -> bytes:
 def _check(mode: int, path: Path) -> None:
     if not stat.S_ISREG(mode):
         kind = KINDS.get(stat.S_IFMT(mode), "a special file")
-        raise OSError(errno.EINVAL, f"it is {kind}, not a plain file", str(path))
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))

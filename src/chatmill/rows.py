@@ -106,8 +106,8 @@ class Rule(IntEnum):
     WHITESPACE = 17
     """Whitespace between the turns of a transcript; always context."""
     NOT_ANSWER = 18
-    """Context, because the message is not an answer. Blocks and formats that train only on answers ignore `train` and
-    `weight` on other messages.
+    """Context, because the message is not an answer. With --fit blocks or a format that trains only on answers, `train`
+    and `weight` on other messages are ignored.
     """
     SURPLUS = 19
     """The rollout continues after all true objects have been found; the target closes the answer."""

@@ -134,7 +134,7 @@ def collate_sft_batch(
     for number, (ids, mask) in enumerate(packed):
         if len(ids) != T + 1 or len(mask) != T + 1:
             raise DataError(
-                f"item {number} has {len(ids)} ids and a mask of {len(mask)}; T={T} requires {T + 1} of each"
+                f"item {number} has {len(ids)} ids and {len(mask)} mask values; T={T} requires {T + 1} of each"
             )
     tokens = np.array([ids for ids, _ in packed], dtype=np.uint32).ravel()
     trained = np.array([mask for _, mask in packed], dtype=bool).ravel()

@@ -57,17 +57,17 @@ def test_a_line_has_both_sides_the_floor_the_ratio_and_both_peaks(run):
         "memory": {"chatmill": 500_000_000},
     }
     run["prepare"]["peers"]["trl"] |= {"seconds": 104.0, "times": 52.0, "memory": 2_000_000_000}
-    assert row(page.page(run), "prepare 50,000 conversations, packed |") == (
-        "| prepare 50,000 conversations, packed | 2.00 s | bare decode, encode and write, 1.00 s | 0.50 "
+    assert row(page.page(run), "prepare and pack 50,000 conversations |") == (
+        "| prepare and pack 50,000 conversations | 2.00 s | only decoding, encoding and writing, 1.00 s | 0.50 "
         "| TRL 1.16.0, 104 s | 52.0 | 500 MB / 2,000 MB |"
     )
 
 
 def test_where_a_peer_is_faster_the_page_says_so_at_the_top_and_in_the_line(run):
     text = page.page(run)
-    assert "A peer is faster at these tasks: pack 0.5 M tokens." in " ".join(text.split())
+    assert "A peer is faster at these tasks: pack 0.5 million tokens." in " ".join(text.split())
     assert "less memory" not in text
-    assert "| 0.80: the peer is faster |" in row(text, "pack 0.5 M tokens")
+    assert "| 0.80: the peer is faster |" in row(text, "pack 0.5 million tokens")
     run["pack"]["order"]["figures"]["times_torchtune"] = 1.5
     assert "faster" not in page.page(run).replace("as fast", "")
 
@@ -75,7 +75,7 @@ def test_where_a_peer_is_faster_the_page_says_so_at_the_top_and_in_the_line(run)
 def test_where_a_peer_takes_less_memory_the_page_says_so(run):
     run["prepare"]["peers"]["trl"]["memory"] = 2_000_000
     run["prepare"]["memory"] = {"chatmill": 2_000_001}
-    assert "A peer uses less memory for these tasks: prepare 2,000 conversations, packed." in " ".join(
+    assert "A peer uses less memory for these tasks: prepare and pack 2,000 conversations." in " ".join(
         page.page(run).split()
     )
     run["prepare"]["memory"] = {"chatmill": 1_999_999}
@@ -89,21 +89,36 @@ def test_rows_that_differ_from_a_peer_are_counted_and_explained(run):
         "peer_alone": 10,
         "peer_alone_cut": 10,
     }
-    assert "90 of the resulting conversations have the same ids and mask, and 10 differ: they have more" in " ".join(
-        page.page(run).split()
+    assert (
+        "90 of the resulting conversations have the same ids and mask as chatmill's, and 10 differ: they have more"
+        in " ".join(page.page(run).split())
     )
     run["prepare"]["peers"]["trl"]["differ"]["peer_alone_cut"] = 9
-    assert "90 of the resulting conversations have the same ids and mask, and 10 differ. The fastest" in " ".join(
-        page.page(run).split()
+    assert (
+        "90 of the resulting conversations have the same ids and mask as chatmill's, and 10 differ. The fastest"
+        in " ".join(page.page(run).split())
     )
+
+
+def test_differences_from_the_peer_are_counted(run):
+    agreement = "ids and loss masks of both are equal in all 100 conversations."
+    assert agreement in " ".join(page.page(run).split())
+    run["render"]["differ"] |= {"ids_differ": 3, "masks_differ": 2}
+    run["load"]["shapes"][1]["compared"]["differ"] = 5
+    text = " ".join(page.page(run).split())
+    assert agreement not in text
+    assert "ids differ in 3 of 100 conversations. Among the other conversations, the loss masks differ in 2 of" in text
+    assert "with those of the peer; 0 and 5 of them differ." in text
 
 
 def test_preparing_with_a_chat_template_is_compared_with_trl_and_has_a_target(run):
     peer = run["prepare_template"]["peers"]["trl"]
     peer |= {"times": 9.9, "differ": {**peer["differ"], "alike": 7, "peer_alone": 0}}
     text = page.page(run)
-    assert row(text, "prepare 2,000 conversations with `qwen2_5`, packed |").count("TRL 1.16.0, 9.40 s | 9.90") == 1
-    assert "With this template, 7 conversations have the same ids, and 0 differ." in " ".join(text.split())
+    assert row(text, "prepare and pack 2,000 conversations with `qwen2_5` |").count("TRL 1.16.0, 9.40 s | 9.90") == 1
+    assert "With this template, 7 conversations have the same ids as chatmill's, and 0 differ." in " ".join(
+        text.split()
+    )
     assert "60 times | 9.9 times | **missed** |" in row(text, "preparing with a chat template: speedup over TRL")
     del run["prepare"]
     assert "`benchmarks/prepare.py --format template`" in page.page(run)
@@ -152,7 +167,7 @@ def test_code_and_links_are_never_torn_by_the_end_of_a_line(run):
 def test_a_target_from_below_is_met_at_its_number_and_missed_under_it(run, share, shown):
     run["render"]["share_of_encoding"] = share
     assert row(targets.target_table(run), "rendering on all cores: speed relative") == (
-        f"| rendering on all cores: speed relative to bare encoding | at least 0.75 {shown}"
+        f"| rendering on all cores: speed relative to tokenization alone | at least 0.75 {shown}"
     )
 
 
@@ -161,8 +176,8 @@ def test_a_target_from_below_is_met_at_its_number_and_missed_under_it(run, share
 )
 def test_a_target_from_above_is_met_at_its_number_and_missed_over_it(run, peak, shown):
     run["prepare"]["memory"]["chatmill"] = peak
-    assert row(targets.target_table(run), "preparing: memory of all") == (
-        f"| preparing: memory of all processes | at most 1,200 MB | {shown}"
+    assert row(targets.target_table(run), "preparing: peak memory of all") == (
+        f"| preparing: peak memory of all processes | at most 1,200 MB | {shown}"
     )
 
 
@@ -172,31 +187,31 @@ def test_every_target_finds_its_figure_and_those_that_are_missed_are_named(run):
     measured = run | {"gpu": run["gpu"] | dict.fromkeys(more, figures)}
     assert [target.what for target in targets.TARGETS if target.held(measured) is None] == []
     assert targets.missed(run) == [
-        "rendering on all cores: speed relative to bare encoding",
+        "rendering on all cores: speed relative to tokenization alone",
         "chat templates: speedup over transformers",
         "packing: speedup over TRL",
         "preparing: speedup over TRL",
         "preparing with a chat template: speedup over TRL",
         "preparing with a chat template: time relative to ChatML",
         "preparing: speed relative to the floor",
-        "preparing: memory for ten times the data",
-        "batches of (16, 4096): slowdown with an audit log",
-        "loading from a bucket, cold: share of a 100 MB/s link used over a shuffled epoch",
-        "training 0.6 B: real tokens, stretch goal",
-        "rollout targets, one core",
+        "preparing ten times the data: peak memory relative to the original data",
+        "loading packed batches of (16, 4096): slowdown with an audit log",
+        "loading from a bucket, cold cache: share of the bandwidth (100 MB/s) used over a shuffled epoch",
+        "training a 0.6B model: tokens per second (padding not counted), stretch goal",
+        "building rollout targets: number per second on one core",
     ]
 
 
 def test_a_search_that_finds_nothing_misses_its_target(run):
     run["view"]["found"] = False
-    assert "viewer, a million episodes: find the first hit" in targets.missed(run)
+    assert "viewer with a million episodes: time to find the first match" in targets.missed(run)
 
 
 def test_saving_memory_at_too_low_a_speed_misses_the_target(run):
     line = {"tokens_per_s": 20_000.0, "gib": 64.0}
     run["gpu"] |= {"4b-own-adamw": line, "4b-own-adamw_bf16": line | {"gib": 36.1}}
     run["gpu"]["4b-own-adamw8bit"] = {"tokens_per_s": 17_900.0, "gib": 30.0}
-    start = "training 4 B in 36 GiB"
+    start = "training a 4B model in 36 GiB"
     assert row(targets.target_table(run), start).endswith("| at least 0.9 | 0.90 | **missed** |")
     run["gpu"]["4b-own-adamw_bf16"]["gib"] = 36.0
     assert row(targets.target_table(run), start).endswith("| at least 0.9 | 1.00 | met |")
@@ -228,13 +243,13 @@ def test_updating_the_training_section_equals_regenerating_the_page(run):
     gpu_now = {name: one for name, one in run["gpu"].items() if name != "0.6b-usual-padded"}
     gpu_now["0.6b-own-adamw"] = gpu_now["0.6b-own-adamw"] | {"tokens_per_s": 140_000.0, "gib": 61.0}
     new = page.page(run | {"gpu": gpu_now})
-    assert "| 61.0 GiB | **missed** |" in row(new, "training 0.6 B: GPU memory")
+    assert "| 61.0 GiB | **missed** |" in row(new, "training a 0.6B model: GPU memory")
     assert page.with_training(old, gpu_now) == new
     assert page.with_training(new, run["gpu"]) == old
 
 
 def test_the_page_says_what_is_left_of_a_missed_target(run):
-    item = "- preparing with a chat template: time relative to ChatML: "
+    item = "- *preparing with a chat template: time relative to ChatML*: "
     for times, wanted in ((1.3, 0), (1.31, 1)):
         run["prepare_template"] = run["prepare"] | {"seconds": times * run["prepare"]["seconds"]}
         text = page.page(run)
@@ -289,12 +304,12 @@ def test_a_promise_fails_if_a_peer_at_equal_precision_is_faster_or_uses_less_mem
     found = {name: run["gpu"][name] for name in ("0.6b-own-adamw", "0.6b-peer-fp32", "8b-peer-qlora-compiled")}
     held = dict(train_report.targets(found))
     assert held["0.6b-own-adamw: no slower than 0.6b-peer-fp32"]
-    assert held["0.6b-own-adamw: no more memory than 0.6b-peer-fp32"]
-    assert not held["0.6 B, float32 masters: at least 135,000 real tokens/s"]
+    assert held["0.6b-own-adamw: uses no more memory than 0.6b-peer-fp32"]
+    assert not held["0.6B model, float32 master weights: at least 135,000 tokens/s (padding not counted)"]
     found["0.6b-peer-fp32"] = found["0.6b-peer-fp32"] | {"tokens_per_s": 121_166, "gib": 51.1}
     held = dict(train_report.targets(found))
     assert not held["0.6b-own-adamw: no slower than 0.6b-peer-fp32"]
-    assert not held["0.6b-own-adamw: no more memory than 0.6b-peer-fp32"]
+    assert not held["0.6b-own-adamw: uses no more memory than 0.6b-peer-fp32"]
 
 
 def test_lines_are_selected_by_name_or_prefix():

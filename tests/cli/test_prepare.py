@@ -64,7 +64,7 @@ def test_the_summary_accounts_for_all_tokens(place, monkeypatch, capsys):
     ]
     assert lines[-2] == "note: 8,235 of 22,183 trained tokens were cut off; raise --max-tokens, or use --fit windows"
     assert lines[-1] == (
-        "note: 77 rows were dropped because the last exchange does not fit, and with them 4,168 of 22,183 trained "
+        "note: 77 rows were dropped because the last exchange does not fit, a loss of 4,168 of 22,183 trained "
         "tokens (18.8%); "
         "raise --max-tokens, or use --fit turns or --fit windows"
     )
@@ -94,7 +94,7 @@ def test_the_notes_name_the_options_that_limit_the_length(place, monkeypatch, ca
     lines = run(monkeypatch, capsys, f"prepare data/conversations.jsonl -o x {flags}").splitlines()
     assert lines[-2:] == [
         f"note: 8,235 of 22,183 trained tokens were cut off; raise {limit}, or use --fit windows",
-        "note: 77 rows were dropped because the last exchange does not fit, and with them 4,168 of 22,183 trained "
+        "note: 77 rows were dropped because the last exchange does not fit, a loss of 4,168 of 22,183 trained "
         f"tokens (18.8%); raise {limit}, or use --fit turns or --fit windows",
     ]
 
@@ -152,13 +152,13 @@ def test_notes_about_dropped_rows_count_the_lost_trained_tokens(place, monkeypat
     [dropped] = [line.split()[-1] for line in out.splitlines() if line.startswith("dropped ")]
     [note] = [line for line in out.splitlines() if "does not fit" in line]
     assert note == (
-        "note: 77 rows were dropped because the last exchange does not fit, and with them "
+        "note: 77 rows were dropped because the last exchange does not fit, a loss of "
         f"{dropped} of 22,183 trained tokens (18.8%); raise --max-tokens, or use --fit turns or --fit windows"
     )
     data = Path("data/conversations.jsonl").read_text("utf-8").splitlines(keepends=True)
     Path("one.jsonl").write_text(data[0] + data[2], "utf-8")
     out = run(monkeypatch, capsys, "prepare one.jsonl -o y --max-tokens 200 --fit drop --tokenizer bytes")
-    assert "note: 1 row was too long and was dropped, and with it " in out
+    assert "note: 1 row was too long and was dropped, a loss of " in out
 
 
 def test_a_validation_split_larger_than_the_training_split_gets_a_note(place, monkeypatch, capsys):

@@ -305,7 +305,7 @@ def test_the_error_about_missing_control_tokens_names_the_config_key(run, files)
     ("changes", "said"),
     [
         ({"truth": None}, "truth is required"),
-        ({"save_interval": 3}, "save_interval 3 is not a multiple of rollout_every 2"),
+        ({"save_interval": 3}, "save_interval is 3; expected a multiple of rollout_every (2)"),
         ({"sigma": 0}, "sigma is 0; expected a number above 0"),
         ({"gate": 0}, "gate is 0"),
         ({"server": "http://x"}, "server_model is missing"),
@@ -341,7 +341,7 @@ def test_a_model_of_another_vocabulary_or_settings_of_another_run_are_refused(fi
     with pytest.raises(UsageError, match="was trained with a different tokenizer"):
         train_rollouts(config_of(files, **trained, tokenizer=str(files / "t.json")), files / "other", quiet=True)
     GPT(GPTSizes(vocab_size=300, n_layer=1, n_embd=16, n_head=2)).save(files / "model")
-    with pytest.raises(UsageError, match="the model has 300 tokens, but the tokenizer has 1271"):
+    with pytest.raises(UsageError, match="the model's vocabulary size is 300, but the tokenizer has 1271 tokens"):
         train_rollouts(config_of(files), files / "small", quiet=True)
 
 

@@ -432,7 +432,7 @@ def test_eval_of_a_mix_names_the_sources_without_val_rows(run):
     code, out, err = run("eval", "checkpoints/small", "data/parted")
     assert (code, err) == (0, "")
     assert [line.split()[0] for line in out.splitlines()[:2]] == ["source", "sums"]
-    assert out.splitlines()[2:] == ["no episodes in val: words"]
+    assert out.splitlines()[2:] == ["sources without episodes in val: words"]
     found = json.loads(run("eval", "checkpoints/small", "data/parted", "--json")[1])
     assert (list(found["sources"]), found["empty_sources"]) == (["sums"], ["words"])
     code, out, err = run("eval", "checkpoints/small", "data/parted/words")

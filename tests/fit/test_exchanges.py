@@ -241,7 +241,7 @@ def test_exchanges_is_the_default_of_prepare_and_applies_before_packing(tmp_path
     [cut, dropped] = warnings_of(metadata.ledger)
     assert cut.endswith("raise --max-tokens, or use --fit windows")
     assert dropped == (
-        "1 row was dropped because the last exchange does not fit, and with it 91 of 409 trained tokens (22.2%); "
+        "1 row was dropped because the last exchange does not fit, a loss of 91 of 409 trained tokens (22.2%); "
         "raise --max-tokens, or use --fit turns or --fit windows"
     )
 

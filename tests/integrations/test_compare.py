@@ -287,8 +287,8 @@ def test_the_report_counts_records_and_shows_the_tokens_that_differ(renderer):
     assert not comparison.equal
     assert list(outcome_lines(comparison)) == [
         "4 records: 2 trained differently, 1 refused by chatmill, 1 refused by both",
-        "  chatmill refuses 2, the first at c.jsonl:3: no end",
-        "  TRL refuses 1, the first at c.jsonl:4: no mask",
+        "  chatmill refuses 2 of the records, the first at c.jsonl:3: no end",
+        "  TRL refuses 1 of the records, the first at c.jsonl:4: no mask",
     ]
     [(why, reason)] = comparison.sorted_reasons()
     assert (why, reason.records, reason.counts) == (Why.AFTER, 2, Counts(only_peer=2))

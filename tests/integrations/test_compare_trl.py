@@ -209,12 +209,12 @@ def test_without_tags_trl_says_why_and_every_token_is_compared(run, tmp_path):
     code, out, _ = run(write(chat(("system", "S"), *TURNS[:2])), "model")
     line = out.splitlines()[1]
     assert code == 0
-    said = "TRL cannot train on answers only with this template, so it trains on every token: ValueError: "
+    said = "with this template, TRL cannot train on answers only, so it trains on every token: ValueError: "
     assert line.startswith(said)
     assert "patching is not supported for this template" in line
     reasons = [line for line in out.splitlines() if line and not line.startswith((" ", "TRL", "chatmill", "1 rec"))]
     assert reasons[2:] == [
-        "headers and ends of system, user and tool turns",
+        "headers and end markers of system, user and tool turns",
         "the header of an answer, which is part of the prompt",
         "user text",
         "system text",
@@ -272,9 +272,9 @@ def test_what_a_template_refuses_is_said_by_both(run, tmp_path):
     assert code == 0
     assert out.splitlines()[1:4] == [
         "2 records: 1 equal, 1 refused by both",
-        "  chatmill refuses 1, the first at chat.jsonl:1: model/tokenizer_config.json:chat_template:1: the template "
+        "  chatmill refuses 1 of the records, the first at chat.jsonl:1: model/tokenizer_config.json:chat_template:1: the template "
         'rejects the conversation: "no system"; change the conversation or the template',
-        "  TRL refuses 1, the first at chat.jsonl:1: TemplateError: no system",
+        "  TRL refuses 1 of the records, the first at chat.jsonl:1: TemplateError: no system",
     ]
 
 

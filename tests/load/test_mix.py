@@ -211,7 +211,7 @@ def test_the_error_names_a_source_that_cannot_be_drawn():
         MixedOrder({"primer": order}, {"primer": 1, "dolly": 1})
     with pytest.raises(DataError, match="rare would get less than one of 65536 rows"):
         row_weights(shares({"rare": 1e-9, "b": 1}))
-    with pytest.raises(DataError, match="a has none of the tokens that mix_by counts"):
+    with pytest.raises(DataError, match="a has no tokens that mix_by counts"):
         row_weights(shares({"a": 1}), row_size={"a": Fraction(0)})
     with pytest.raises(UsageError, match="expected at most 65536"):
         MixSchedule([PERIOD, 1])

@@ -178,7 +178,7 @@ def test_other_datasets_are_refused_with_the_command_that_makes_blocks(tmp_path,
     with pytest.raises(DataError) as refused:
         EpisodeLoader(data, post_training(16))
     assert str(refused.value) == (
-        f"{data}: {what}, but post_training reads stream blocks of block_size + 1 = 17 tokens; build them with "
+        f"{data}: {what}, but post_training requires blocks of block_size + 1 = 17 tokens; build them with "
         "chatmill prepare … --format post-training --fit blocks --max-tokens 17"
     )
     EpisodeLoader(data, post_training(16, post_training=False, use_loss_mask=True)).close()

@@ -316,9 +316,9 @@ def test_unknown_sources_are_one_error_line(folder, path, changes, line):
         ({"mix_epochs": {}}, "mix_epochs is empty; expected at least one source with its epochs"),
         (
             {"mix_epochs": {"a": 0, "b": -1}},
-            "mix_epochs: the epochs of a are 0; .*: the epochs of b are -1; expected a number",
+            "mix_epochs: the number of epochs of a is 0; .*: the number of epochs of b is -1; expected a number",
         ),
-        ({"mix_epochs": {"a": "2"}}, "mix_epochs: the epochs of a are 2; expected a finite number above 0"),
+        ({"mix_epochs": {"a": "2"}}, "mix_epochs: the number of epochs of a is 2; expected a finite number above 0"),
     ],
 )
 def test_invalid_mix_epochs_are_refused(changes, line):
@@ -332,7 +332,7 @@ def test_a_mix_with_a_source_without_rows_is_refused_by_the_build(folder, tmp_pa
         InputSource((str(tmp_path / "a.jsonl"),), name="a", weight=1.0, val_split=0.999),
         InputSource((str(folder / "b.jsonl"),), name="b", weight=1.0),
     )
-    with pytest.raises(DataError, match="no records of a are left to train on, but training would mix a, b"):
+    with pytest.raises(DataError, match="no records of a are left to train on, but the recipe mixes a, b"):
         build(Job(sources), tmp_path / "v1")
 
 

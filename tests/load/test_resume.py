@@ -211,7 +211,7 @@ def test_real_processes_with_changing_world_size_give_equal_batches(places, tmp_
 )
 def test_a_state_of_another_order_is_refused_with_the_differences(places, changes, what):
     state = Ranks(places, {}, 1).state()
-    with pytest.raises(UsageError, match="the loader state does not match: ") as caught:
+    with pytest.raises(UsageError, match="the loader state does not match this loader: ") as caught:
         Ranks(places, changes, 1).load(state)
     assert what in str(caught.value)
     assert str(caught.value).endswith(

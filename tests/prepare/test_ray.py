@@ -86,7 +86,8 @@ def test_a_full_disk_on_a_worker_is_reported_in_one_line_and_the_units_are_kept(
     job = job_of(inputs)
     monkeypatch.setattr(ray_engine, "_run", run)
     with pytest.raises(
-        ChatmillError, match=r"^unit: No space left on device, so nothing was published; free disk space and continue"
+        ChatmillError,
+        match=r"^unit: No space left on device, so the dataset was not written; free disk space and continue",
     ):
         prepare_dataset(job, tmp_path / "x", engine=RayEngine(), unit_bytes=9_000)
     assert left_beside(tmp_path / "x") == [".x.building.units"]

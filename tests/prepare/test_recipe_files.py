@@ -233,7 +233,7 @@ FAULTS = {
     ),
     "an unknown name": (
         "dedupe: true\nprecedence: [b, c]\nsources: [{inputs: a.jsonl}, {inputs: b.jsonl}]",
-        'precedence names "c", which is not a source (known: a, b)',
+        'precedence has the unknown source "c" (known: a, b)',
     ),
     "precedence without deduplication": (
         "precedence: [b]\nsources: [{inputs: a.jsonl}, {inputs: b.jsonl}]",
@@ -253,7 +253,7 @@ FAULTS = {
     ),
     "epochs for a validation source": (
         "sources: [{inputs: a.jsonl}, {inputs: b.jsonl, only_val: true, epochs: 1}]",
-        "weight and epochs are for training; remove them from sources that are only_val",
+        "weight and epochs apply only to training; remove them from sources with only_val",
     ),
 }
 
@@ -289,7 +289,7 @@ def test_a_recipe_must_be_a_small_regular_file(name):
     ):
         load_recipe(name)
     os.mkfifo(name)
-    with pytest.raises(DataError, match=r"cannot be read \(it is a FIFO, not a plain file\); a recipe is"):
+    with pytest.raises(DataError, match=r"cannot be read \(it is a FIFO, not a regular file\); a recipe is"):
         load_recipe(name)
 
 
@@ -362,5 +362,5 @@ def test_a_job_made_in_python_is_validated_like_a_recipe():
     two = (InputSource(("a.jsonl",), weight=1.0), InputSource(("b.jsonl",), weight=1.0))
     with pytest.raises(UsageError, match=r"^weight and epochs require source names; give each source a `name`$"):
         Job(two).check()
-    with pytest.raises(UsageError, match=r'^precedence names "a", which is not a source \(known: none; give each'):
+    with pytest.raises(UsageError, match=r'^precedence has the unknown source "a" \(known: none; give each'):
         Job((InputSource(("a.jsonl",)), InputSource(("b.jsonl",))), dedupe=True, precedence=("a",)).check()

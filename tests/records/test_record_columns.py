@@ -130,13 +130,14 @@ def test_the_columns_in_the_error_about_a_preference_pair_select_the_better_answ
         (
             {"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "a"}},
             "completion=chosen",
-            '--columns reads "chosen" as "completion", which records of this shape do not have; expected one answer; '
+            '--columns reads "chosen" as "completion", a key that this record shape does not have; expected one answer'
+            "; "
             "--columns prompt=conversations,completion=chosen,role=from,content=value selects the better answer",
         ),
         (
             {"messages": CHAT, "chosen": "a"},
             "output=chosen",
-            '--columns reads "chosen" as "output", which records of this shape do not have; expected one answer; '
+            '--columns reads "chosen" as "output", a key that this record shape does not have; expected one answer; '
             "--columns prompt=messages,completion=chosen selects the better answer",
         ),
         (
@@ -159,7 +160,7 @@ def test_the_columns_in_the_error_about_a_preference_pair_select_the_better_answ
         ),
     ],
 )
-@pytest.mark.filterwarnings("ignore:--columns names")
+@pytest.mark.filterwarnings("ignore:--columns has")
 def test_columns_that_lose_the_better_answer_or_repeat_its_prompt_are_refused(tmp_path, record, columns, fault):
     with pytest.raises(RecordError) as refused:
         read_file(tmp_path, record, columns)
@@ -171,7 +172,7 @@ def test_columns_that_lose_the_better_answer_or_repeat_its_prompt_are_refused(tm
     [
         ("messages", '--columns "messages" is not NAME=COLUMN; expected pairs such as'),
         ("messages=", '--columns "messages=" is not NAME=COLUMN'),
-        ("bogus=x", '--columns names "bogus", which is not a known name; expected messages, prompt, '),
+        ("bogus=x", '--columns has the unknown name "bogus"; expected one of messages, prompt, '),
         ("messages=a,messages=b", '--columns maps "b" or "messages" twice; expected each name once'),
         ("role=a,content=a", '--columns maps "a" or "content" twice; expected each name once'),
     ],
@@ -187,11 +188,11 @@ def test_a_column_that_no_record_has_is_reported(tmp_path):
     records = [{"chat": [{"role": "user", "content": "q", "mood": 1}]}, {"chat": '[{"role": "user", "content": "q"}]'}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     options = ShapeOptions("messages=chat,system=sistem,name=mod")
-    with pytest.warns(UserWarning, match="--columns names") as told:
+    with pytest.warns(UserWarning, match="--columns has") as told:
         assert len(list(read_records([tmp_path / "a.jsonl"], options=options))) == 2
     right = "which none of the first 1,000 records has; correct or remove this name"
     assert {str(warning.message) for warning in told} == {
-        f'--columns names "{name}", {right}' for name in ("mod", "sistem")
+        f'--columns has the name "{name}", {right}' for name in ("mod", "sistem")
     }
 
 
@@ -220,7 +221,7 @@ def test_an_error_about_a_role_names_columns_only_where_they_can_be_used():
 
 
 def test_columns_apply_only_to_shapes_with_configurable_keys():
-    with pytest.raises(UsageError, match="--columns cannot be used with the shape primer, whose names are fixed"):
+    with pytest.raises(UsageError, match="--columns cannot be used with the shape primer, whose key names are fixed"):
         read({}, "primer", columns="role=from")
 
 

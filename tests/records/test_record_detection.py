@@ -124,9 +124,9 @@ def test_files_with_only_invalid_records_are_left_to_the_reader(read_bytes):
         ([{**ALPACA, "response": "b"}], f"a.jsonl: the records match the shapes alpaca and dolly; {HINT}"),
         (
             [PLAIN, b"", ALPACA],
-            f"a.jsonl:3: records of shape messages or tool and alpaca in one file; split the file, or {HINT}",
+            f"a.jsonl:3: the file has records of shapes messages or tool and alpaca; split the file, or {HINT}",
         ),
-        ([TOOL, CALLED], f"a.jsonl:2: records of shape tool and messages in one file; split the file, or {HINT}"),
+        ([TOOL, CALLED], f"a.jsonl:2: the file has records of shapes tool and messages; split the file, or {HINT}"),
     ],
 )
 def test_a_failed_detection_is_reported_in_one_line_that_lists_the_shapes(shape_of, values, line):

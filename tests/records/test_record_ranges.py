@@ -45,8 +45,8 @@ def test_ranges_are_read_as_start_stop_and_weight(given, ranges):
 @pytest.mark.parametrize(
     ("given", "fault"),
     [
-        ([[0, 3, 0], [2, 5, 1]], "message 0 has train_ranges of characters 2 to 4, which overlap another range"),
-        ([[0, 32, 0]], "message 0 has train_ranges of characters 0 to 31; the content has only 31 characters"),
+        ([[0, 3, 0], [2, 5, 1]], "message 0 has train_ranges for characters 2 to 4, which overlap another range"),
+        ([[0, 32, 0]], "message 0 has train_ranges for characters 0 to 31; the content has only 31 characters"),
         ([[3, 3, 0]], "message 0, train_ranges 0 is empty; expected 0 <= start < stop"),
         ([[-1, 3, 0]], "message 0, train_ranges 0 is empty; expected 0 <= start < stop"),
         ([[0, 3.0, 0]], "message 0, train_ranges 0: position is a number; expected an integer"),
@@ -98,7 +98,7 @@ def test_invalid_axolotl_details_are_refused():
     for entry, fault in (
         (
             {"begin_offset": 0, "end_offset": 31, "train": True},
-            "has train_detail of characters 0 to 31; the content has",
+            "has train_detail for characters 0 to 31; the content has",
         ),
         ({"begin_offset": 0, "end_offset": 3}, 'train_detail 0 has no "train"'),
         ({"begin_offset": 0, "end_offset": 3, "train": 1}, "train_detail 0: train is a number"),

@@ -173,4 +173,4 @@ def test_a_table_cannot_be_a_transcript_stream(table):
     table([{"text": "<|USER|>"}])
     with pytest.raises(UsageError) as caught:
         read_records(["a.parquet"], shape="transcript-stream")
-    assert str(caught.value) == "a.parquet: a table cannot be a stream; expected shape transcript-lines"
+    assert str(caught.value) == "a.parquet: a table cannot have shape transcript-stream; expected transcript-lines"

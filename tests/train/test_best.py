@@ -142,7 +142,9 @@ def test_best_can_be_used_wherever_a_model_is_expected(sums_data, stopped, tmp_p
 def test_keep_best_keeps_the_best_checkpoint_without_early_stopping(sums_data, tmp_path):
     plain = trained(sums_data, tmp_path, name="plain", **PLAIN)
     assert not (plain.folder / "best").is_symlink() and plain.best_checkpoint is None
-    line = "best val loss 0.9000 at step 18, but its checkpoint was not kept; use --keep_best to keep the best one"
+    line = (
+        "best val loss 0.9000 at step 18, but its checkpoint was not kept; use --keep_best to keep the best checkpoint"
+    )
     assert (plain.step, plain.stopped_early) == (33, None) and line in summary(plain).splitlines()
     kept = trained(sums_data, tmp_path, name="kept", keep_best=True, keep_checkpoints=1, **{**PLAIN, "max_iters": 24})
     assert [path.name[-2:] for path in list_checkpoints(kept.folder)] == ["18", "24"]

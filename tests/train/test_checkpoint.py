@@ -131,7 +131,7 @@ def test_an_old_checkpoint_with_other_files_is_kept(tmp_path):
 def test_a_run_does_not_start_in_a_folder_with_other_files(tmp_path, name):
     (tmp_path / name).write_text('{"model_type": "qwen3"}')
     for resume in (None, "auto"):
-        with pytest.raises(UsageError, match=rf"contains {name}, but not the config\.json of a run; use another"):
+        with pytest.raises(UsageError, match=rf"contains {name}, but is not a run folder; use another"):
             open_resumed(tmp_path, resume, ALONE, otherwise="another", logs=("mine.jsonl",))
 
 

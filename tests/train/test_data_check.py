@@ -36,7 +36,9 @@ def change(data, name="tokens.bin", split="train"):
 @pytest.mark.parametrize(("name", "split"), [("tokens.bin", "train"), ("mask.bin", "val"), ("spans.bin", "train")])
 def test_changed_data_is_refused_at_the_start(data, tmp_path, name, split):
     change(data, name, split)
-    with pytest.raises(DataError, match=rf"{split}/shard_00000/{name}: sha256 .*…, expected .*…; the file has changed"):
+    with pytest.raises(
+        DataError, match=rf"{split}/shard_00000/{name}: sha256 is .*…, expected .*…; the file has changed"
+    ):
         trained(data, tmp_path, verify=True)
     assert not (tmp_path / "run").exists()
 

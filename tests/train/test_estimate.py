@@ -348,7 +348,7 @@ def test_the_commands_print_an_estimate_and_write_nothing(sums_data, tmp_path, m
         *("GiB", "weights", "gradients", "optimizer", "activations", "workspace", "CUDA", "total")
     ]
     assert plain.splitlines()[8:] == [
-        "2 GPUs, 4 rows of 512 tokens at a time; the peak is in the loss",
+        "2 GPUs, 4 rows of 512 tokens at a time; memory use peaks at the loss",
         "fits: 16.0 GiB available",
     ]
     monkeypatch.setattr(sys, "argv", ["chatmill", "train", *args])

@@ -227,7 +227,7 @@ def test_a_package_that_does_not_import_is_reported_once(monkeypatch):
     monkeypatch.setattr(flash, "version", lambda name: "4.0.0")
     monkeypatch.setattr(flash, "import_module", lambda name: object())
     flash._kernels.cache_clear()
-    with pytest.warns(UserWarning, match="flash-attn-4 4.0.0 cannot be used, so FlexAttention replaces it: .*_flash"):
+    with pytest.warns(UserWarning, match="flash-attn-4 4.0.0 cannot be used .*_flash"):
         assert flash._kernels() is None
     assert flash._kernels() is None
     flash._kernels.cache_clear()

@@ -115,13 +115,13 @@ def test_a_mix_is_refused_and_one_of_its_sources_is_suggested(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"post_training": True, "max_iters": None}, "2 steps; the run has finished its one pass"),
-        ({"post_training": True, "max_iters": 9}, "2 steps; the run has finished its one pass"),
+        ({"post_training": True, "max_iters": None}, "2 steps; the run has completed one pass"),
+        ({"post_training": True, "max_iters": 9}, "2 steps; the run has completed one pass"),
         ({"post_training": True, "max_iters": 1}, "1 steps; raise max_iters (post-training stops after one pass)"),
         ({"max_iters": 1}, "1 steps; raise max_iters"),
-        ({"max_iters": None}, "2 steps; the run has finished its one pass; set epochs or max_iters to continue"),
-        ({"max_iters": None, "epochs": 1}, "2 steps; the run has finished its one pass; raise epochs to continue"),
-        ({"max_iters": None, "epochs": 2.5}, "5 steps; the run has finished its 2.5 epochs; raise epochs to continue"),
+        ({"max_iters": None}, "2 steps; the run has completed one pass; set epochs or max_iters to continue"),
+        ({"max_iters": None, "epochs": 1}, "2 steps; the run has completed one pass; raise epochs to continue"),
+        ({"max_iters": None, "epochs": 2.5}, "5 steps; the run has completed 2.5 epochs; raise epochs to continue"),
     ],
 )
 def test_a_finished_run_says_how_to_continue(tmp_path, capsys, changes, said):

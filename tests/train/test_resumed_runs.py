@@ -124,7 +124,7 @@ def test_missing_and_truncated_files_are_detected(undisturbed, sums_data, tmp_pa
     shutil.copytree(undisturbed.folder, run)
     state = run / "step_00000008" / "state-00000-of-00001.safetensors"
     state.write_bytes(state.read_bytes()[:-8])
-    with pytest.raises(DataError, match="bytes, expected"):
+    with pytest.raises(DataError, match="bytes; expected"):
         trained(sums_data, tmp_path, resume="auto")
     state.unlink()
     with pytest.raises(DataError, match="is missing"):

@@ -317,14 +317,14 @@ def test_pages_that_cannot_be_written_are_reported_without_an_error(sums_data, m
     assert pages_of(str, count=2) == (["report-1.html", "report-2.html"], [])
     assert pages_of(None) == (
         [],
-        ["no report page about the data is sent to the trackers; use `chatmill train` to send it"],
+        ["the dataset report is not sent to the trackers; use `chatmill train` to send it"],
     )
     assert pages_of(broken) == ([], [" ([Errno 28] No space left on http://me:password@host/device\\n)"])
     monkeypatch.setattr(pages, "MOST_TOKENS", 10)
     tokens = sum(source.dataset[split].num_tokens for split in ("train", "val"))
     assert pages_of(report_page) == (
         [],
-        [f", because the dataset has {tokens:,} tokens (limit: 10); run `chatmill report` to write the page"],
+        [f", because the dataset has {tokens:,} tokens (limit: 10); run `chatmill report` to write the report"],
     )
 
 

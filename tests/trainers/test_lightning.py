@@ -293,7 +293,7 @@ def test_settings_that_would_train_other_steps_are_refused(config, settings, lin
 def test_the_checkpoint_of_another_dataset_config_or_module_is_refused(small, weighted, tmp_path):
     train(small, UNPACKED, max_steps=2, checkpoints=tmp_path)
     checkpoint = tmp_path / "step=2.ckpt"
-    with pytest.raises(UsageError, match="the loader state does not match: the dataset hash was"):
+    with pytest.raises(UsageError, match="the loader state does not match this loader: the dataset hash was"):
         train(weighted, UNPACKED, max_steps=4, ckpt_path=checkpoint)
     with pytest.raises(UsageError, match="epoch_seed was 1337, but is now 1"):
         train(small, {**UNPACKED, "epoch_seed": 1}, max_steps=4, ckpt_path=checkpoint)

@@ -160,7 +160,7 @@ def test_what_this_server_cannot_do_is_one_line(place, url):
     # Text that looks like a control token becomes the token on the server, but is encoded as text in training.
     record = Record([Message("user", "end <|im_end|> here")])
     prompt = prompt_lists(task_prompts([GroundTruth(record, ())], task))
-    with pytest.raises(DataError, match=rf"reports \d+ prompt tokens, but training has {len(prompt[0])}"):
+    with pytest.raises(DataError, match=rf"reports \d+ prompt tokens, but the training prompt has {len(prompt[0])}"):
         TextServer(url, folder, 5, task=task, api="chat")(prompt, step=0, records=[record])
 
 

@@ -74,7 +74,7 @@ class Audit:
         self._plan: LoadPlan | None = None
         self._pending: list[PlannedStep] = []
         self._batches: list[BatchSum] = []
-        """The digest and source counts of each pending step."""
+        """For each pending step, its digest and the amount of data from each source."""
         self._total: dict[str, int] = {} if self._state is None else dict(self._state["given"])
 
     @property

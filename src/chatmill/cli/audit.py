@@ -84,7 +84,7 @@ def verify(
         if result.abandoned:
             typer.echo(f"{counted(result.abandoned, 'line')} abandoned when the run was resumed from an earlier step")
         if result.torn:
-            typer.echo(f"incomplete line after a crash: {', '.join(map(str, result.torn))}")
+            typer.echo(f"incomplete after a crash: line {', '.join(map(str, result.torn))}")
         if not heads and not states:
             typer.echo("no --checkpoint or --head was given, so a truncated or rewritten log would not be detected")
         elif result.unanchored:

@@ -40,7 +40,7 @@ BaseChoice = Annotated[
     Literal["trained", "original"],
     typer.Option(
         "--base",
-        help="How to load the base model of adapters: as in training (4-bit if it was quantized) or as on disk.",
+        help="How to load the base model of adapters: as in training (4-bit if quantized) or as stored on disk.",
     ),
 ]
 BaseModel = Annotated[

@@ -146,7 +146,7 @@ def _print_comparison(console: Console, comparison: Comparison, setup: TRLSetup,
     shown = ", ".join(f"{name}={value}" for name, value in settings.items())
     echo_line(f"chatmill and TRL {setup.version} with {shown}")
     if setup.no_mask:
-        echo_line(f"TRL cannot train on answers only with this template, so it trains on every token: {setup.no_mask}")
+        echo_line(f"with this template, TRL cannot train on answers only, so it trains on every token: {setup.no_mask}")
     if setup.patched:
         typer.echo("TRL replaces this model's chat template with its own training template")
     if not setup.end_trained:

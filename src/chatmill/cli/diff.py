@@ -60,7 +60,7 @@ def _print_diff(one: Place, other: Place, result: Diff) -> None:
     elif result.same:
         echo_line(f"{one} and {other} have the same conversations; order, shards or packing may differ")
     if not result.by_key:
-        typer.echo("matched by tokens, because one of the datasets has no content hashes")
+        typer.echo("conversations are matched by tokens, because one of the datasets has no content hashes")
     typer.echo(f"{result.equal:>9,} equal")
     for name, kind in result.kinds.items():
         if kind.count:

@@ -125,7 +125,7 @@ def _tell(report: EvalReport, split: str) -> None:
     ]
     print_table(("source",), ("conversations", "loss", "questions", "exact", "stopped"), rows)
     if report.empty_sources:
-        typer.echo(f"no episodes in {split}: {', '.join(map(one_line, report.empty_sources))}")
+        typer.echo(f"sources without episodes in {split}: {', '.join(map(one_line, report.empty_sources))}")
     for reason, count in report.left_out.items():
         typer.echo(f"skipped: {count:,} answers {REASONS[reason]}")
     if report.cut:

@@ -25,7 +25,7 @@ def print_format(
         _print_choice(tokenizer, chat_template)
     if is_default_tokenizer and tokenizer == BYTES:
         print(
-            f"note: the tokenizer is {tokenizer}, the default, with one token per byte; to use the tokenizer of a "
+            f"note: no tokenizer was given, so {tokenizer} is used, with one token per byte; to use the tokenizer of a "
             "model, pass --tokenizer FOLDER",
             file=sys.stderr,
         )

@@ -62,7 +62,7 @@ def order(
         result = {"episodes": episodes} if find is None else {"episode": find, "position": position}
         echo_json({**about, **counts, **result})
         return
-    skipped = f", {len(plan.skipped):,} too short" if len(plan.skipped) else ""
+    skipped = f", {len(plan.skipped):,} skipped as too short" if len(plan.skipped) else ""
     typer.echo(
         f"{plan.order.name}, seed {settings.epoch_seed}, epoch {epoch}: "
         f"{counted(plan.num_eligible, 'episode')} in {split}{skipped}"

@@ -76,8 +76,8 @@ NOTES = {
 }
 """Maps a reason in the ledger to the note that is printed after a build."""
 NOUNS = ("row", "record", "line", "conversation", "answer", "token", "answer token")
-FORMS = {"are": "is", "were": "was", "have": "has", "match": "matches", "them": "it"}
-"""Plural and singular forms of the verbs and pronouns in `NOTES`."""
+VERBS = {"are": "is", "were": "was", "have": "has", "match": "matches"}
+"""Plural and singular forms of the verbs in `NOTES`."""
 
 
 class StoppedError(ChatmillError):
@@ -273,14 +273,13 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
 
 
 def _lost(trained: int, rendered: int) -> str:
-    lost = f", and with {{them}} {trained:,} of {rendered:,} trained tokens ({share(trained, rendered)})"
-    return lost if trained else ""
+    return f", a loss of {trained:,} of {rendered:,} trained tokens ({share(trained, rendered)})" if trained else ""
 
 
 def _note(template: str, number: int, *, lost: str = "") -> str:
     nouns = {f"{noun.replace(' ', '_')}s": counted(number, noun) for noun in NOUNS}
-    forms = {plural: singular if number == 1 else plural for plural, singular in FORMS.items()}
-    return template.replace("{lost}", lost).format(**nouns, **forms)
+    forms = {plural: singular if number == 1 else plural for plural, singular in VERBS.items()}
+    return template.format(lost=lost, **nouns, **forms)
 
 
 def script(shape: str, doc: str) -> None:

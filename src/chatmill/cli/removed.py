@@ -50,7 +50,7 @@ def removed(
     if count or as_json:
         return
     which = "".join(
-        f" {what} {one_line(value)}" for what, value in (("with reason", reason), ("of source", source)) if value
+        f" {what} {one_line(value)}" for what, value in (("with reason", reason), ("from source", source)) if value
     )
     echo_line(f"{dataset}: no record{which} was removed")
 

@@ -31,7 +31,7 @@ def train(
     inputs: Inputs,
     vocab_size: Annotated[
         int,
-        typer.Option(max=MOST_TOKENS, help="Vocabulary size: 256 bytes, the control tokens and the learned tokens."),
+        typer.Option(max=MOST_TOKENS, help="Vocabulary size, including the 256 byte tokens and the control tokens."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="tokenizer.json to write.")],
     *,

@@ -15,7 +15,7 @@ def verify(
     dataset: DatasetOrCache,
     full: Annotated[
         bool,
-        typer.Option("--full", help="Read every byte: check hashes, token ids, and that the mask equals the spans."),
+        typer.Option("--full", help="Read every byte; check hashes and token ids, and compare the mask with spans."),
     ] = False,
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,

@@ -31,7 +31,7 @@ def view(
         list[Path] | None, typer.Option(help="Audit log, or a folder of audit logs; may be repeated.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="Config of a run, to show the order of its epochs and its packing.")
+        Path | None, typer.Option(help="Config of a run, to show its episode order and how it packs rows.")
     ] = None,
     run: Annotated[
         Path | None,

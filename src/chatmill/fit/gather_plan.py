@@ -30,7 +30,7 @@ class GatherPlan:
     first_segment: Index
     """Index of the first new segment of each new row. The last entry is the number of new segments."""
     rule: NDArray[np.uint8] | None = None
-    """For each piece, OWN_RULE or the rule that sets its weight to 0. The rule INJECTED also sets the part of the
+    """For each piece, OWN_RULE or the rule that sets its weight to 0. The rule INJECTED also sets the `part` of the
     spans.
     """
 

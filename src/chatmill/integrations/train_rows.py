@@ -92,7 +92,7 @@ class TrainRows(Dataset[ModelInputs]):
         self._next: int | None = None
         """First row of the batch that is expected next."""
         self._start: int | None = None
-        """First row of the run's first batch; None after the second batch."""
+        """First row of the run's first batch; None once the second batch was read."""
         self._step: PlannedStep | None = None
         """The last step that was read."""
         self._scale = (-1, 1.0)

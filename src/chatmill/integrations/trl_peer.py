@@ -102,7 +102,7 @@ class TRLPeer:
         try:
             setup = msgspec.msgpack.decode(self._exchange(None, SECONDS), type=TRLSetup)
         except EndedError as ended:
-            raise self._broken(f"the process failed on a small conversation ({ended})") from None
+            raise self._broken(f"the TRL process failed on a small conversation ({ended})") from None
         except (ValueError, TypeError):
             raise self._broken("the process did not return rows") from None
         if setup.fault:
@@ -120,7 +120,7 @@ class TRLPeer:
                     self._channel.exchange(msgspec.json.encode(None), seconds=SECONDS, limit=RESPONSE)
             return self._channel.exchange(msgspec.json.encode(request), seconds=seconds, limit=RESPONSE)
         except (EndedError, EOFError, OSError) as error:
-            reason = str(error) if isinstance(error, EndedError) else "the process crashed or ran out of memory"
+            reason = str(error) if isinstance(error, EndedError) else "the TRL process crashed or ran out of memory"
             if self._channel is not None:
                 self._channel.end()
             self._channel = None

@@ -19,7 +19,7 @@ def block_fault(dataset: Dataset, block_size: int) -> str | None:
         return None
     size = block_size + 1
     return (
-        f"{dataset.path}: {what}, but post_training reads stream blocks of block_size + 1 = {size:,} tokens; "
+        f"{dataset.path}: {what}, but post_training requires blocks of block_size + 1 = {size:,} tokens; "
         f"build them with chatmill prepare … --format post-training --fit blocks --max-tokens {size}"
     )
 

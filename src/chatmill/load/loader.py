@@ -345,7 +345,7 @@ class EpisodeLoader(IterableDataset):
             raise UsageError(f"the loader state has version {_shown(version)}; expected {STATE_VERSION}")
         if faults := _differences(state, self.sha256, self.config.order_part()):
             advice = "use the old values, or start a new run (with chatmill train, another --model_name)"
-            raise UsageError(f"the loader state does not match: {'; '.join(faults)}; {advice}")
+            raise UsageError(f"the loader state does not match this loader: {'; '.join(faults)}; {advice}")
         try:
             cursors = {
                 split: Cursor(**{name: _whole(at[name]) for name in Cursor._fields})

@@ -53,7 +53,7 @@ def shares(weights: Mapping[str, object], key: str = "mix_sft") -> dict[str, Fra
 
 
 def _weight_fault(name: str, weight: object, key: str) -> str | None:
-    numbers = "the weight of {} is" if key == "mix_sft" else "the epochs of {} are"
+    numbers = "the weight of {} is" if key == "mix_sft" else "the number of epochs of {} is"
     shown = f"{key}: {numbers.format(one_line(name))} {one_line(str(weight))}"
     if type(weight) not in (int, float) or not abs(weight) <= sys.float_info.max:  # type: ignore[arg-type]
         return f"{shown}; expected a finite number above 0"
@@ -77,7 +77,7 @@ def row_weights(requested: Mapping[str, Fraction], *, row_size: Mapping[str, Fra
         size = Fraction(1) if row_size is None else row_size[name]
         if size <= 0:
             raise DataError(
-                f"mix_sft: {one_line(name)} has none of the tokens that mix_by counts; mix by rows or remove it"
+                f"mix_sft: {one_line(name)} has no tokens that mix_by counts; set mix_by to rows, or remove the source"
             )
         rows[name] = share / size
     total = sum(rows.values())

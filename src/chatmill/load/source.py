@@ -53,7 +53,7 @@ class DataSource:
         """Return the episodes of a split; raise `DataError` if the split is empty."""
         episodes = self.dataset[split]
         if not len(episodes):
-            raise DataError(f"{self.path}: the split {split} is empty; rebuild it with episodes, or use another split")
+            raise DataError(f"{self.path}: the split {split} is empty; add episodes and rebuild, or use another split")
         return episodes
 
     @cached_property
@@ -219,7 +219,7 @@ def _of_dataset(dataset: Dataset, config: LoadConfig, stored_mix: bool) -> tuple
         try:
             config = replace(config, **stored)
         except UsageError as error:
-            raise DataError(f"{dataset.path}: cannot read the mix of its recipe ({error}); rebuild it") from None
+            raise DataError(f"{dataset.path}: cannot read its recipe's mix ({error}); rebuild the dataset") from None
     if config.mix is None:
         return (DataSource("", dataset),), config
     config = _sorted_mix(config)
@@ -297,7 +297,7 @@ def _faults(sources: tuple[DataSource, ...], config: LoadConfig) -> Iterator[str
         if config.use_loss_mask and not source.has_mask:
             yield (
                 f"{source.path}: has no mask.bin, but use_loss_mask is true; "
-                "prepare it with a mask, or set use_loss_mask to false"
+                "build it with a loss mask, or set use_loss_mask to false"
             )
         if config.token_dtype is not None and source.dataset.token_dtype != config.token_dtype:
             yield f"{source.path}: token_dtype is {config.token_dtype}, but its tokens are {source.dataset.token_dtype}"

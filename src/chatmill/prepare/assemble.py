@@ -128,7 +128,7 @@ def check_filled(splits: Mapping[str, SplitInfo], staged: Sequence[StagedFile], 
     for mix in job.default_mix().values():
         if empty := [one_line(name) for name in mix if name not in filled]:
             raise DataError(
-                f"no records of {', '.join(empty)} are left to train on, but training would mix "
+                f"no records of {', '.join(empty)} are left to train on, but the recipe mixes "
                 f"{', '.join(map(one_line, mix))}; remove the source from the recipe, or change its filters"
             )
 

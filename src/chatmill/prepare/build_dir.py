@@ -72,7 +72,7 @@ def build_dir(
         if error.errno not in FULL:
             raise
         raise ChatmillError(
-            f"{error.filename or target}: {error.strerror}, so nothing was published; "
+            f"{error.filename or target}: {error.strerror}, so the dataset was not written; "
             "free disk space and continue with --resume"
         ) from None
     finally:

@@ -123,7 +123,7 @@ def _loaded(predicate: Predicate) -> Callable[[Any], Any]:
     if _module_hash(module) != predicate.sha256:
         raise DataError(
             f"{getattr(module, '__file__', predicate.name)}: changed during the build, or differs on this node; "
-            "build again with the same version everywhere"
+            "build again with the same file on every node"
         )
     return function
 

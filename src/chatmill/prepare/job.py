@@ -87,7 +87,7 @@ class InputSource:
     train_on: TrainOn | None = key(None, "Turns to train on in this source. Default: the job's train_on.")
     only_val: bool = key(False, "Use this source only for validation.")
     weight: float | None = key(
-        None, "Share of training rows from this source, relative to the weights of the other sources.", POSITIVE
+        None, "Weight of this source in the training mix, relative to the weights of the other sources.", POSITIVE
     )
     epochs: float | None = key(None, "How often each row of this source is used per pass over the dataset.", POSITIVE)
     max_samples: int | None = key(
@@ -154,8 +154,8 @@ class Job:
     )
     text_tokens: TextTokens = key(
         "as-transformers",
-        "With --format template, how to encode added tokens such as <think> in message text. as-transformers encodes "
-        "them as single tokens, as transformers does; never encodes them as plain text. Special tokens and header "
+        "With --format template, how to encode added tokens such as <think> in message text: as single tokens, as "
+        "transformers does (as-transformers), or as plain text (never). Special tokens and header "
         "tokens in message text are always encoded as plain text.",
     )
     allow_no_end_token: bool = key(
@@ -180,7 +180,7 @@ class Job:
     )
     fit: Fit = key(
         "exchanges",
-        "How to shorten rows over --max-tokens (see docs/explanation/packing.md); blocks joins all conversations and "
+        "How to shorten rows over --max-tokens (see docs/explanation/packing.md); `blocks` joins all conversations and "
         "cuts them into rows of equal length.",
     )
     require_terminators: bool = key(False, "Drop rows that end in the middle of an answer.")
@@ -195,7 +195,7 @@ class Job:
     shard_tokens: int = key(SHARD_TOKENS, "Tokens per shard.")
     dedupe: bool = key(
         False,
-        "Among conversations that differ at most in case and whitespace, keep only the first.",
+        "Of conversations that are equal except for case and whitespace, keep only the first.",
     )
     near_dedupe: float | None = key(
         None,
@@ -266,7 +266,7 @@ class Job:
         for name in self.precedence:
             if name not in names:
                 known = ", ".join(map(one_line, names)) or "none; give each source a `name`"
-                yield f'precedence names "{one_line(name)}", which is not a source (known: {known})'
+                yield f'precedence has the unknown source "{one_line(name)}" (known: {known})'
         yield from _mix_faults(self.sources)
         for number, source in enumerate(self.sources):
             where = f"source {number if source.name is None else one_line(source.name)}"
@@ -333,7 +333,7 @@ def _mix_faults(sources: Sequence[InputSource]) -> Iterator[str]:
         yield "weight and epochs require several sources, but there is only one; remove weight and epochs"
         return
     if any(source.only_val for source in mixed):
-        yield "weight and epochs are for training; remove them from sources that are only_val"
+        yield "weight and epochs apply only to training; remove them from sources with only_val"
     weights = [source.weight is not None for source in trained]
     if any(weights) and any(source.epochs is not None for source in trained):
         yield "weight and epochs both set how often a source is used; use only one of them"

@@ -212,7 +212,7 @@ class _Build:
     place: BuildDir
     on_progress: Callable[[BuildProgress], None]
     cluster: ClusterBuild | None
-    """Set if a Ray cluster builds a dataset at a URL."""
+    """None unless a Ray cluster builds the dataset and writes it to a URL."""
     excluded: Excluded
 
 

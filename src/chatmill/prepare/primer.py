@@ -74,8 +74,8 @@ def build_cache(
         rows = concat(list(renderer.render_chunks(_answered(progress(records), records.reject))))
     if not len(rows):
         rejects = records.rejects
-        why = f"all records were rejected, see {rejects.path}" if rejects and rejects.counts else "no records"
-        raise DataError(f"{shown(place(config.path))}: {why}; expected at least one")
+        why = f"all records were rejected (see {rejects.path})" if rejects and rejects.counts else "no records"
+        raise DataError(f"{shown(place(config.path))}: {why}; expected at least one valid record")
     ledger.add("rendered", rows=len(rows), tokens=len(rows.ids), trained=trained_tokens(rows))
     split = shuffle_split(len(rows), config.val_frac, seed=config.seed)
     return write_cache(

@@ -37,7 +37,7 @@ TASKS_PER_CPU = 4
 """Maximum number of submitted tasks per CPU. After an error, the build waits for the submitted tasks."""
 
 REMOVED_TOGETHER = 500
-"""Number of objects in the store that one task removes."""
+"""Number of remote objects that one task removes."""
 LOOK_SECONDS = 1.0
 """Seconds between checks that the cluster is reachable."""
 MISSED = 4
@@ -131,7 +131,7 @@ class RayEngine:
                 _check_reachable(self.address)
                 ray.init(log_to_driver=False, configure_logging=False, **where)
             except (OSError, ValueError, RuntimeError) as error:
-                what = f"no Ray cluster at {self.address}" if self.address else "Ray does not start"
+                what = f"no Ray cluster at {self.address}" if self.address else "Ray failed to start"
                 raise UsageError(
                     f"{what} ({one_line(str(error), 200)}); start a cluster with `ray start --head`"
                 ) from None

@@ -128,8 +128,8 @@ def same_renderer(job: Job, identity: Mapping[str, Any]) -> Renderer:
         if own[name] != identity[name]:
             what = "the control tokens" if name == "control" else f"the {name}"
             raise DataError(
-                f"{file}: {what} changed during the build, or did not match on another node; "
-                "build again with the same version everywhere"
+                f"{file}: {what} changed during the build, or differs on another node; "
+                "build again with the same version on all nodes"
             )
     return renderer
 

@@ -178,7 +178,7 @@ def _warn_of_missing_columns(parts: Sequence[FilePart], limit: int, *, stops: bo
                 if not missing:
                     return
     for name in sorted(missing):
-        what = f'--columns names "{one_line(name)}", which none of the first {CHECKED_RECORDS:,} records has'
+        what = f'--columns has the name "{one_line(name)}", which none of the first {CHECKED_RECORDS:,} records has'
         warnings.warn(f"{what}; correct or remove this name", stacklevel=2)
 
 
@@ -325,7 +325,7 @@ def _with_shape(part: FilePart, shape: str | None, limit: int, *, stops: bool) -
     path = part.path
     ending = files.kind(path)
     if ending in files.TABLES and shape == "transcript-stream":
-        raise UsageError(f"{files.shown(path)}: a table cannot be a stream; expected shape transcript-lines")
+        raise UsageError(f"{files.shown(path)}: a table cannot have shape transcript-stream; expected transcript-lines")
     if ending == ".txt" and shape in (None, "transcript"):
         with closing(units.lines(path, limit=limit)) as numbered:
             first = next(_readable(numbered), (0, b""))[1]
@@ -355,12 +355,12 @@ def _transcript_shape(path: Place, *, is_transcript: bool) -> str:
     if not is_transcript and not layout & (layout.MARKERS | layout.JSON) and layout & layout.TEXT:
         files.check_text(path)
         raise DataError(
-            f"{files.shown(path)}: is neither JSON nor a transcript, which has markers such as <|USER|>; "
+            f"{files.shown(path)}: is neither JSON nor a transcript with markers such as <|USER|>; "
             "docs/reference/records.md lists the layouts that chatmill reads"
         )
     if layout.shape is None:
         raise DataError(
-            f"{files.shown(path)}: records could be separated by lines or by <|EOS|>; "
+            f"{files.shown(path)}: records may be separated by line breaks or by <|EOS|>; "
             "pass --shape transcript-lines or transcript-stream"
         )
     return layout.shape

@@ -51,7 +51,7 @@ class TaskConfig(Config):
 class GenerationConfig(Config):
     """Config keys for generating rollouts."""
 
-    rollout_share: float = key(1.0, "share of rows that are rollouts; the remaining rows are true answers", SHARE)
+    rollout_share: float = key(1.0, "fraction of rows that are rollouts; other rows are ground-truth answers", SHARE)
     rollout_every: int = key(1, "number of training steps after which new answers are generated", integer(1))
     max_new_tokens: int = key(512, "maximum answer length in tokens", integer(1))
     decoding: Literal["greedy", "sample", "beam"] = key("greedy", "decoding method for answers")
@@ -75,13 +75,13 @@ class GenerationConfig(Config):
 class RolloutLossConfig(Config):
     """Config keys for the loss."""
 
-    text_weight: float = key(1.0, "weight of the cross-entropy loss at text tokens", number(0))
-    soft_weight: float = key(1.0, "weight of the cross entropy with the Gaussian target, at coordinates", number(0))
+    text_weight: float = key(1.0, "weight of the cross-entropy loss on text tokens", number(0))
+    soft_weight: float = key(1.0, "cross-entropy weight on coordinate tokens, with a Gaussian target", number(0))
     wasserstein_weight: float = key(
-        1.0, "weight of the Wasserstein distance to the Gaussian target, at coordinates", number(0)
+        1.0, "weight of the Wasserstein distance to the Gaussian target, on coordinate tokens", number(0)
     )
     outside_weight: float = key(
-        1.0, "weight of the penalty on the probability of non-coordinate tokens, at coordinates", number(0)
+        1.0, "weight of the penalty on the probability of non-coordinate tokens, at coordinate positions", number(0)
     )
     slot_weight: float = key(1.0, "loss weight of the coordinates of matched objects", number(0))
     append_weight: float = key(1.0, "loss weight of appended objects", number(0))
@@ -104,7 +104,7 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
     batch_size: int = key(16, "number of rows per optimizer step", integer(1))
     gradient_accumulation_steps: int = key(1, "number of micro-batches per step", integer(1))
     lora: Mapping[str, Any] | None = key(
-        None, "train LoRA adapters on a Hugging Face model with frozen weights", optional(LORA)
+        None, "train LoRA adapters on a Hugging Face model, whose own weights are frozen", optional(LORA)
     )
 
     @property
@@ -127,7 +127,7 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
             yield "gate is 0; expected a number above 0 and at most 1"
         if self.save_interval % self.rollout_every:
             # Checkpoints do not contain the answers of the current round, so save only between rounds.
-            yield f"save_interval {self.save_interval} is not a multiple of rollout_every {self.rollout_every}"
+            yield f"save_interval is {self.save_interval}; expected a multiple of rollout_every ({self.rollout_every})"
         if self.server is not None and self.server_model is None:
             yield "server is set, but server_model is missing; set both"
         for name in ("server_model", "server_api", "server_key_env"):

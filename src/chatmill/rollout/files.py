@@ -71,7 +71,7 @@ def read_truth(path: str | Path) -> Iterator[GroundTruth]:
                 if not isinstance(thing, dict):
                     raise RecordError(f"objects[{number}] is {named(thing)}", "expected an object", kind="objects")
             if parsed.messages[-1].role == "assistant":
-                right = 'expected a question as the last message, with the true answer in "objects"'
+                right = 'expected a question as the last message, with the ground truth in "objects"'
                 raise RecordError("the last message is an assistant message", right, kind="answered")
         except RecursionError:
             fault = RecordError("the record is nested too deeply", "expected fewer levels", kind="nesting")

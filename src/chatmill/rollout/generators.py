@@ -146,7 +146,7 @@ class TextServer(Server):
         if answer.prompt_tokens not in (None, len(prompt)):
             other = "completions" if self.api == "chat" else "chat"
             raise self.fault(
-                f"the server reports {answer.prompt_tokens} prompt tokens, but training has {len(prompt)}",
+                f"the server reports {answer.prompt_tokens} prompt tokens, but the training prompt has {len(prompt)}",
                 f'use the same tokenizer and chat template as the server, or server_api "{other}"',
             )
 

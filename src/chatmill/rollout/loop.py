@@ -152,8 +152,8 @@ class _RolloutRun:
         self.model = model or _open_model(config, self.task, self.world)
         if self.task.tokenizer.vocab_size > self.model.vocab_size:
             raise UsageError(
-                f"{config.init_from_model}: the model has {self.model.vocab_size} tokens, "
-                f"but the tokenizer has {self.task.tokenizer.vocab_size}; "
+                f"{config.init_from_model}: the model's vocabulary size is {self.model.vocab_size}, "
+                f"but the tokenizer has {self.task.tokenizer.vocab_size} tokens; "
                 "first train the model with this tokenizer on data from `chatmill rollout answers`"
             )
 
@@ -197,7 +197,7 @@ class _RolloutRun:
                     stop = stops > 0
                 if config.save_interval and (self.step % config.save_interval == 0 or last or stop):
                     self._save()
-        stopped = request.by or "a signal to another rank" if self.step < config.max_iters else None
+        stopped = request.by or "a signal that another rank received" if self.step < config.max_iters else None
         run_dir.end("finished" if stopped is None else "stopped")
         return RolloutResult(self.folder, self.saved, self.step, config.max_iters, self.loss, self.health, stopped)
 

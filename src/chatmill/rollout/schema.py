@@ -147,7 +147,7 @@ class Detection:
             return self._read(thing, PLACES)
         except UnfitError as error:
             right = 'expected "desc", and "bbox_2d" [x1, y1, x2, y2] or "poly" [x1, y1, …] with integers from 0 to 999'
-            what = f"a true object does not fit the schema ({_WORDS[error.reason]}): {_shown(thing)}"
+            what = f"a ground-truth object does not match the schema ({_WORDS[error.reason]}): {_shown(thing)}"
             raise DataError(f"{what}; {right}") from None
 
     def write(self, thing: Object) -> EntryText:
@@ -227,7 +227,7 @@ class Fields:
             json.dumps(thing, allow_nan=False)
             return self.read(dict(thing))
         except (UnfitError, TypeError, ValueError):
-            raise DataError(f"a true object does not fit the schema: {_shown(thing)}; {right}") from None
+            raise DataError(f"a ground-truth object does not match the schema: {_shown(thing)}; {right}") from None
 
     def write(self, thing: Object) -> EntryText:
         parts = []

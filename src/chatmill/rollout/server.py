@@ -114,7 +114,7 @@ class Server:
                     str(error), f"expected a completion from {one_line(self.model)}{self._advice}"
                 ) from None
             if not temporary or attempt == self.attempts:
-                raise self.fault(f"the server did not answer ({what})", right)
+                raise self.fault(f"the server returned no answer ({what})", right)
             time.sleep(self.pause * 2 ** (attempt - 1))
         raise AssertionError
 

@@ -46,7 +46,7 @@ class Why(StrEnum):
     SYSTEM = "system text"
     USER = "user text"
     TOOL = "tool results"
-    TURN = "headers and ends of system, user and tool turns"
+    TURN = "headers and end markers of system, user and tool turns"
     WEIGHT = "a message with its own train or weight key, which TRL does not read"
     RANGES = "train_ranges of a message, which TRL does not read"
     UNFINISHED = "an answer that is incomplete, or has no complete user turn before it"

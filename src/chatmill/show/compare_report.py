@@ -210,4 +210,4 @@ def outcome_lines(comparison: Comparison) -> Iterator[str]:
         + [f"{comparison.refused[name]:,} refused by {name}" for name in REFUSED if comparison.refused[name]]
     )
     for (by, _), each in comparison.refusals.items():
-        yield f"  {by} refuses {each.records:,}, the first at {one_line(each.place, 200)}: {each.reason}"
+        yield f"  {by} refuses {each.records:,} of the records, the first at {one_line(each.place, 200)}: {each.reason}"

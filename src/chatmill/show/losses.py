@@ -44,7 +44,7 @@ def run_losses(folder: Path, view: DatasetView) -> NDArray[np.float32]:
                 continue
             numbers = in_whole(trained_on, "train", episodes.astype(np.int64))
             if len(numbers) and not 0 <= numbers.min() <= numbers.max() < count:
-                raise DataError(f"{path}: step {step} has episodes that are not in the dataset; remove the line")
+                raise DataError(f"{path}: step {step} has episodes that are not in the dataset; remove its line")
             newer = numbers[last_step[numbers] < step]
             last_step[newer], total[newer], weight[newer] = step, 0, 0
             current = last_step[numbers] == step

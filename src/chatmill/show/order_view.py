@@ -137,7 +137,7 @@ def rows_at(log: Path, step: int, dataset: Place, sources: Sequence[str] | None 
     if sources is not None and mixed != tuple(sources):
         raise DataError(
             f"{log}: the run mixed the datasets {', '.join(map(one_line, mixed))}; "
-            "pass their folder, and the config of the run with --config"
+            "pass the folder that contains them, and pass the config of the run as --config"
         )
     episodes = in_whole(replayed.plan.sources, replayed.plan.split, replayed.step.episodes)
     rows = [episodes[start:stop].tolist() for start, stop in pairwise(replayed.step.first.tolist())]

@@ -88,7 +88,7 @@ def dataset_in(folder: OpenFolder, token_dtype: str | None = None) -> Dataset:
 
 def _check_width(path: Place, metadata: Metadata, token_dtype: str | None) -> None:
     if foreign.token_width(token_dtype) not in (None, metadata.dtype.itemsize):
-        raise DataError(f"{path}: token_dtype is {token_dtype}, but its metadata records {metadata.dtype.name}")
+        raise DataError(f"{path}: token_dtype is {token_dtype}; expected {metadata.dtype.name}, as in the metadata")
 
 
 def _dataset(stored: StoredFiles | RemoteFiles, metadata: Metadata) -> Dataset:

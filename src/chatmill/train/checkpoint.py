@@ -375,7 +375,7 @@ def _check(path: Path, info: FileInfo) -> None:
     try:
         size = check_plain(path)
         if size != info.size:
-            raise DataError(f"{path}: has {size:,} bytes, expected {info.size:,}")
+            raise DataError(f"{path}: has {size:,} bytes; expected {info.size:,}")
         if file_info(path) != info:
             raise DataError(f"{path}: is damaged; its hash differs from the recorded one")
     except FileNotFoundError:

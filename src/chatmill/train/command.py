@@ -306,7 +306,7 @@ def best_lines(result: TrainResult) -> list[str]:
         return [f"{line}: {result.folder / BEST} -> {result.best_checkpoint.name}"]
     if result.val_loss == result.best_val_loss:
         return []
-    return [f"{line}, but its checkpoint was not kept; use --keep_best to keep the best one"]
+    return [f"{line}, but its checkpoint was not kept; use --keep_best to keep the best checkpoint"]
 
 
 def summary(result: TrainResult) -> str:

@@ -37,7 +37,7 @@ WARMUP = 0.03
 FIRST_FLAG = "use_loss_mask"
 """The first flag in the help, because a run without this flag also trains on user messages."""
 EXCLUSIVE = (("max_iters", "epochs"), ("warmup_iters", "warmup_pct"))
-"""Pairs of mutually exclusive keys; a later layer that sets one key removes the other."""
+"""Pairs of mutually exclusive keys; a config layer that sets one key removes the other key from earlier layers."""
 POST_TRAINING = {"use_loss_mask": True, "epoch_drop_last": False}
 """Values that post_training sets: train only on tokens marked by the loss mask, and keep the incomplete last batch."""
 
@@ -105,7 +105,7 @@ class ModelConfig(Config):
         if self.head_dim is None and self.n_embd % self.n_head:
             return f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}; change one of them or set head_dim"
         if self.n_head % self.kv_heads:
-            return f"n_head {self.n_head} is not a multiple of n_kv_head {self.kv_heads}"
+            return f"n_head {self.n_head} is not a multiple of n_kv_head {self.kv_heads}; change one of them"
         if self.head_size % 2:
             return f"head_dim is {self.head_size}; rotary position embeddings require an even number"
         return None
@@ -141,7 +141,7 @@ class LoraSizes(Config):
     """LoRA settings: the keys under `lora` in a config."""
 
     r: int = key(16, "rank of the adapters", integer(1))
-    alpha: float = key(32.0, "scale of the adapters, which are multiplied by alpha / r", number(0))
+    alpha: float = key(32.0, "scale of the adapters, whose output is multiplied by alpha / r", number(0))
     dropout: float = key(0.0, "dropout on the input of the adapters", SHARE)
     targets: Sequence[str] | str = key(
         "all-linear",
@@ -162,7 +162,7 @@ def _lora_fault(value: Any) -> str | None:
         if name not in keys:
             return f'which has the unknown key "{one_line(str(name))}"'
         if not keys[name].check.accepts(value[name]):
-            return f"in which {name} is wrong"
+            return f"in which {name} has a wrong value"
     return None
 
 
@@ -210,19 +210,19 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
     )
     post_training: bool = key(
         False,
-        "post-train on a dataset of blocks in one pass, and skip batches without trained tokens",
+        "train for one pass over a dataset prepared with --fit blocks, and skip batches without trained tokens",
         variable="POST_TRAINING",
     )
     warmup_pct: float | None = key(
         None, f"warmup as a fraction of the run's tokens; null uses {WARMUP:g}", optional(SHARE), variable="WARMUP_PCT"
     )
-    check_tokenizer: bool = key(True, "refuse a dataset that was prepared with a tokenizer other than the model's")
-    check_memory: bool = key(True, "refuse a run whose estimated memory exceeds the available memory")
+    check_tokenizer: bool = key(True, "fail if the dataset was prepared with a tokenizer other than the model's")
+    check_memory: bool = key(True, "fail at the start if the estimated memory of the run exceeds the available memory")
     compile: bool | None = key(None, "compile the layers with torch.compile; null compiles them only on a GPU")
     fp8: bool = key(
         False,
         "compute the matrix products of linear layers in float8, on GPUs that support it; this is faster for models "
-        "with 1.7 B parameters or more",
+        "with at least 1.7B parameters",
     )
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass instead of keeping them")
     activation_offload: bool = key(
@@ -230,7 +230,7 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
     )
     parallel: Literal["ddp", "fsdp"] = key(
         "ddp",
-        "how to distribute training over several ranks; ddp replicates the model on each rank, fsdp shards it "
+        "how to distribute training over several ranks; ddp replicates the model on each rank, and fsdp shards it "
         "over all ranks",
     )
     eval_interval: int = key(

@@ -137,7 +137,7 @@ class DataCheck:
             if sha256 is None:
                 self._files[number] = path, read
             elif read != sha256:
-                self.fault = f"{path}: sha256 {read[:12]}…, expected {sha256[:12]}…; the file has changed"
+                self.fault = f"{path}: sha256 is {read[:12]}…, expected {sha256[:12]}…; the file has changed"
                 self.fault += "; remove the file from the cache" if path.parent == self._cache else ""
                 return
 

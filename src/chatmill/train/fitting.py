@@ -106,7 +106,7 @@ class Fit:
     def notes(self) -> Iterator[str]:
         run, where = self.estimate, "GPU" if self.estimate.on_gpu else "rank"
         count = f"{run.ranks} {where}s" if run.ranks > 1 else f"1 {where}"
-        yield f"{count}, {run.rows} rows of {run.block_size} tokens at a time; the peak is in {run.peak}"
+        yield f"{count}, {run.rows} rows of {run.block_size} tokens at a time; memory use peaks at {run.peak}"
         if run.host:
             yield f"offloaded layer inputs take {_gib(run.host)} GiB of host memory for each GPU"
         if run.approximate is not None:

@@ -24,7 +24,7 @@ HOPPER = 9
 HEAD_SIZES = (32, 64, 96, 128)
 """Head sizes with correct gradients; in flash-attn-4 4.0.0b36, the gradients for sizes 8, 16, 48 and 80 are wrong."""
 MAX_PARTS = 4
-"""If at most this many query heads share a key head, the backward kernel is called once for each of them. On an H200,
+"""If at most this many query heads share a key head, the backward kernel is called once per query head. On an H200,
 with heads of size 128, this is faster than a single call for 2 and 4 query heads, and slower for 7 and 8.
 """
 FEWEST = 128
@@ -87,7 +87,7 @@ def _kernels() -> Any:
         module = import_module("flash_attn.cute.interface")
         return module._flash_attn_fwd, module._flash_attn_bwd
     except (ImportError, AttributeError) as error:
-        warn(f"{PACKAGE} {installed} cannot be used, so FlexAttention replaces it: {error}", stacklevel=2)
+        warn(f"{PACKAGE} {installed} cannot be used ({error}); using FlexAttention instead", stacklevel=2)
         return None
 
 

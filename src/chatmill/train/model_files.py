@@ -198,7 +198,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     at = 0
     for start, stop, name in sorted(places):
         if start != at:
-            raise DataError(f"{path}: {one_line(name)} begins at byte {start:,}, expected {at:,}; its header is wrong")
+            raise DataError(f"{path}: {one_line(name)} begins at byte {start:,}, expected {at:,}; the header is wrong")
         at = stop
     if at != size - 8 - length:
         raise DataError(
@@ -251,8 +251,8 @@ def check_sizes(files: ModelFiles) -> None:
         most = min(len(files.tensors), MOST_LAYERS) if name in LAYER_COUNTS else largest
         if type(value) is not int or not 0 <= value <= most:
             raise DataError(
-                f"{files.folder / CONFIG}: {one_line(key)} is {one_line(json.dumps(value))}; "
-                f"the weights have {len(files.tensors):,} tensors, none with a dimension above {largest:,}"
+                f"{files.folder / CONFIG}: {one_line(key)} is {one_line(json.dumps(value))}; expected 0 to {most:,} "
+                f"(the weights have {len(files.tensors):,} tensors, none with a dimension above {largest:,})"
             )
     for key, value in _named(files.config, KERNELS):
         if isinstance(value, str) and "/" in value:

@@ -281,7 +281,7 @@ def _reduce_rows(backend: str, device: str, results: Sequence[Any], hosts: Seque
         more = f" (ranks that failed: {len(faults)})" if len(faults) > 1 else ""
         right = "open ports between all nodes, and GLOO_SOCKET_IFNAME set to the interface that connects the nodes"
         if device == "cuda":
-            right = "NCCL_SOCKET_IFNAME or NCCL_IB_DISABLE=1 set; NCCL_DEBUG=INFO prints the attempted connections"
+            right = "NCCL_SOCKET_IFNAME set, or NCCL_IB_DISABLE=1; NCCL_DEBUG=INFO prints the attempted connections"
         yield CheckRow(check, f"rank {rank} on {hosts[rank]}: {one_line(fault, 300)}{more}", "FAIL", right)
         return
     sent = REDUCED[device] * 4

@@ -55,7 +55,7 @@ def open_resumed(
         written = [name for name in (CONFIG, METRICS, PLOT, ROWS, *logs) if (folder / name).exists()]
         if written and not _is_run_config(folder / CONFIG):
             # The existing files belong to something other than a run, such as a model, and a run would overwrite them.
-            raise UsageError(f"{folder}: contains {', '.join(written)}, but not the {CONFIG} of a run; use {otherwise}")
+            raise UsageError(f"{folder}: contains {', '.join(written)}, but is not a run folder; use {otherwise}")
         if resume is not None:
             return checkpoints.choose(folder, resume)
         if list_checkpoints(folder) or written:

@@ -21,7 +21,7 @@ from chatmill.load.plan import LoadPlan
 from chatmill.train.config import TrainConfig
 
 FEW_STEPS = 10
-"""A run with fewer steps prints a note."""
+"""A run with fewer steps than this prints a note."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class RunLength:
         """Return advice on how to continue a run that has finished all its steps."""
         if config.epochs is not None:
             passes = "one pass" if config.epochs == 1 else f"{config.epochs:g} epochs"
-            done = f"the run has finished its {passes}"
+            done = f"the run has completed {passes}"
             return done if config.post_training and config.epochs == 1 else f"{done}; raise epochs to continue"
         if config.max_iters is None or config.max_iters > self.steps:
             more = "" if config.post_training else "; set epochs or max_iters to continue"
-            return f"the run has finished its one pass{more}"
+            return f"the run has completed one pass{more}"
         return "raise max_iters (post-training stops after one pass)" if config.post_training else "raise max_iters"
 
 

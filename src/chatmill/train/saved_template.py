@@ -116,7 +116,7 @@ def template_notes(base: Path, format: Any, data: str, *, remedy: str = PREPARE_
     if templates is None:
         return
     own = read_templates(base)
-    theirs = _shown(own) if own else "no chat template"
+    theirs = f"the {_shown(own)}" if own else "no chat template"
     if templates:
         yield (
             f"note: {data} was rendered with the {_shown(templates)}, but {base} has {theirs}; saved models get the "
@@ -124,7 +124,7 @@ def template_notes(base: Path, format: Any, data: str, *, remedy: str = PREPARE_
         )
     else:
         yield (
-            f"warning: {data} was rendered with the format {format_label(format)}, but {base} has the {theirs}; saved "
+            f"warning: {data} was rendered with the format {format_label(format)}, but {base} has {theirs}; saved "
             "models get no chat template, because transformers and vLLM would prompt them with a template that they "
             f"were not trained on; chatmill chat uses {format_label(format)}; to keep the template, {remedy}"
         )

@@ -179,7 +179,7 @@ class EvalReport:
     length.
     """
     empty_sources: list[str] = field(default_factory=list)
-    """Sources in a folder of caches that have no episodes in the split."""
+    """Sources without episodes in the split, if the data is a folder of caches."""
 
     @property
     def all(self) -> EvalScore:

@@ -46,7 +46,7 @@ class OpenedModel:
     values: Values | None = None
     """Yields the values of the parameters on the meta device; None if the model is fully loaded."""
     test: Callable[[], bool] | None = None
-    """Tests with the weights in the files whether conversations in a packed row are independent of each other."""
+    """Tests, with the weights in the files, whether conversations in a packed row are independent of each other."""
     note: str | None = None
     """The reason why the model could not be loaded in shards; None if it was loaded in shards."""
 

@@ -75,7 +75,7 @@ def write_tensors(
 
 def _bytes(value: Tensor, entry: TensorEntry) -> memoryview:
     if tuple(value.shape) != entry.shape or value.dtype != entry.dtype:
-        raise ValueError(f"{entry.name}: {tuple(value.shape)} {value.dtype}; the file header has {entry}")
+        raise ValueError(f"{entry.name}: is {tuple(value.shape)} {value.dtype}, but the file header has {entry}")
     return memoryview(value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
 
 

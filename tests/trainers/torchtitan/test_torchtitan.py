@@ -182,7 +182,7 @@ def test_the_state_of_another_dataset_or_dataloader_is_refused(plain, weighted):
     load = {**PACKED, "use_loss_mask": False}
     loader = EpisodeDataLoader.Config(dataset_path=str(plain), load=load).build(**SHORT)
     other = EpisodeDataLoader.Config(dataset_path=str(weighted), load=load).build(**SHORT)
-    with pytest.raises(UsageError, match="the loader state does not match: the dataset hash was"):
+    with pytest.raises(UsageError, match="the loader state does not match this loader: the dataset hash was"):
         other.load_state_dict(loader.state_dict())
     with pytest.raises(UsageError, match="the checkpoint is from a run with another dataloader"):
         other.load_state_dict({"dp_rank_0": b"", "world_size": 1})

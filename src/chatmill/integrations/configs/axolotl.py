@@ -155,7 +155,7 @@ def _take_template(translation: Translation, key: str, name: str) -> None:
             key, name, note="chatmill uses chat_template_jinja if set, otherwise the tokenizer's chat template"
         )
     else:
-        note = f"chatmill has no template {name} and uses the tokenizer's template; set chat_template if they differ"
+        note = f"chatmill has no template {name} and uses the tokenizer's template; if that differs, set chat_template"
         translation.none(key, name, note)
 
 
@@ -185,7 +185,7 @@ def _take_mask(translation: Translation, keys: TheirKeys, *, is_chat: bool) -> N
     inputs = keys.switch("train_on_inputs")
     key = keys.path("train_on_inputs")
     if inputs and is_chat:
-        note = "chatmill trains on all turns except tool results, without their headers"
+        note = "chatmill trains on all turns except tool results, but not on the headers of turns"
         translation.take(key, inputs, recipe={"train_on": "all"}, train={"use_loss_mask": True}, note=note)
     elif inputs is not None:
         note = "chatmill trains on every token" if inputs else "chatmill trains only on answers"

@@ -152,7 +152,7 @@ def _take_type(translation: Translation, keys: TheirKeys, kind: str, number: int
             taken["columns"] = COLUMNS[kind]
         layout.kinds.setdefault("style", keys.path("type"))
         layout.style = layout.style or STYLES.get(style, INSTRUCT)
-        note = INPUT_NOTE if style in STYLES else f"the style {style} is unknown, so chatmill uses ### Instruction:"
+        note = INPUT_NOTE if style in STYLES else f"unknown style {style}; chatmill uses the style ### Instruction:"
         translation.take(keys.path("type"), kind, source=(number, taken), note=note)
     elif kind.startswith(PREFERENCE_TYPES):
         translation.refuse(keys.path("type"), kind, "chatmill supports only SFT, not preferences or rewards")

@@ -109,7 +109,7 @@ def _import_info(translation: Translation, path: Place, names: Sequence[str]) ->
     if names and len(names) < len(entries):
         translation.assume(f"unused datasets in the file: {len(entries) - len(names)}")
     train: dict[str, Any] = {"use_loss_mask": True, "block_size": 2048}
-    note = "without a run config, row length and loss mask are as in LLaMA-Factory; other settings are chatmill's"
+    note = "without a run config, row length and loss mask are as in LLaMA-Factory; other keys keep their defaults"
     translation.assume(note, recipe={"max_tokens": 2048}, train=train)
     if translation.model is not None:
         ours = {"recipe": {"tokenizer": translation.model}, "train": {"init_from_model": translation.model}}

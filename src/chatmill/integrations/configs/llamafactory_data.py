@@ -83,8 +83,8 @@ def take_entry(translation: Translation, name: str, entry: Any, folder: Place, *
         keys,
         {
             "ranking": "",
-            "ms_hub_url": "chatmill reads from the Hugging Face Hub or the file instead",
-            "om_hub_url": "chatmill reads from the Hugging Face Hub or the file instead",
+            "ms_hub_url": "chatmill reads the dataset from the Hugging Face Hub or from the file instead",
+            "om_hub_url": "chatmill reads the dataset from the Hugging Face Hub or from the file instead",
         },
     )
 

@@ -74,5 +74,5 @@ def _take_template(translation: Translation, keys: TheirKeys) -> None:
         translation.chat_template = NAMED[name].template()
         translation.take(keys.path("template"), name, other={"chat_template": "written next to the recipe"})
     else:
-        note = f"chatmill has no template {name} and uses the tokenizer's template; set chat_template if they differ"
+        note = f"chatmill has no template {name} and uses the tokenizer's template; if that differs, set chat_template"
         translation.none(keys.path("template"), name, note)

@@ -89,7 +89,7 @@ def _take_strategy(translation: Translation, keys: TheirKeys, name: str, strateg
             keys.path(name), strategy, train={"keep_best": True}, note="chatmill also keeps the newest checkpoints"
         )
     else:
-        note = f"chatmill needs a number of steps, not of epochs; {ours} stays {_now(translation, ours)}"
+        note = f"chatmill needs a number of steps, not epochs; {ours} stays {_now(translation, ours)}"
         translation.none(keys.path(name), strategy, note)
 
 

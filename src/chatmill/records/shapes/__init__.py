@@ -71,7 +71,7 @@ _OTHER_FORMATS = {
 _HINT = f"set the shape with --shape: {', '.join(SHAPES)}"
 
 _DECODE_LINES: dict[str, DecodeLines] = {"messages": messages.decode_lines}
-"""A faster parser for the most common shape, which parses many lines at once."""
+"""A faster parser that parses many lines at once, for the most common shape."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _reader(shape: str, options: ShapeOptions) -> Shape:
         raise UsageError(f"--response-template is only for records of shape text, not {shape}; remove this option")
     if shape in _OTHERS or shape == "primer":
         if columns is not None:
-            what = f"--columns cannot be used with the shape {shape}, whose names are fixed"
+            what = f"--columns cannot be used with the shape {shape}, whose key names are fixed"
             raise UsageError(f"{what}; remove this option")
         if shape in _OTHERS:
             return _OTHERS[shape]
@@ -218,7 +218,7 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
         if votes:
             if possible is not None and not possible.keys() & votes.keys():
                 both = " and ".join(" or ".join(sorted(names)) for names in (possible, votes))
-                raise DataError(f"{file}:{line}: records of shape {both} in one file; split the file, or {_HINT}")
+                raise DataError(f"{file}:{line}: the file has records of shapes {both}; split the file, or {_HINT}")
             possible = {name: why for name, why in (possible or votes).items() if name in votes}
         elif isinstance(record, dict):
             unknown = (line, record) if unknown is None else unknown

@@ -87,7 +87,7 @@ class ColumnMap:
         names = [_in_file(name, file_names) for name in parsed.unread_keys]
         for name in names:
             if name in PREFERENCE_KEYS and values[name] is not None:
-                what = f'--columns reads "{name}" as "{self.record[name]}", which records of this shape do not have'
+                what = f'--columns reads "{name}" as "{self.record[name]}", a key that this record shape does not have'
                 raise RecordError(what, one_answer(values), kind="preference")
         return parsed._replace(unread_keys=(*names, *map(one_line, left_out)))
 
@@ -123,7 +123,7 @@ def parse_columns(text: str) -> ColumnMap:
         ]
         if not tables:
             known = listed([*dict.fromkeys((*RECORD_KEYS, *MESSAGE_KEYS, *ROLES))])
-            raise UsageError(f'--columns names "{one_line(ours)}", which is not a known name; expected {known}')
+            raise UsageError(f'--columns has the unknown name "{one_line(ours)}"; expected one of {known}')
         for table in tables:
             if table.get(theirs, ours) != ours or (table is not roles and ours in table.values()):
                 raise UsageError(f'--columns maps "{one_line(theirs)}" or "{ours}" twice; expected each name once')

@@ -214,7 +214,7 @@ def read_record(
     weight = read_weight(record)
     if weight is not None and any(turn.weight and weight * turn.weight > _MAX_WEIGHT for turn in turns):
         raise RecordError(
-            "the weights of the record and a message are too large", "expected smaller weights", kind="weight"
+            "the record weight times a message weight is too large", "expected smaller weights", kind="weight"
         )
     parsed = ParsedRecord(
         turns, record_id(record, id_key), tools(record), 1.0 if weight is None else weight, template_kwargs(record)

@@ -38,7 +38,7 @@ def read_ranges(turn: KeyReader, role: Role, content: Any, weight: float | None)
     read = _range if key == "train_ranges" else _detail
     ranges = sorted(read(turn, f"{owner}, {key} {index}", entry) for index, entry in enumerate(entries))
     for index, (start, stop, _) in enumerate(ranges):
-        where = f"{owner} has {key} of characters {start} to {stop - 1}"
+        where = f"{owner} has {key} for characters {start} to {stop - 1}"
         if index and start < ranges[index - 1][1]:
             what = f"{where}, which overlap another range"
             raise RecordError(what, "expected ranges that do not overlap", kind="ranges")

@@ -29,17 +29,17 @@ def report_pages(
     Pages are written after training, and an error while writing a page does not make the run fail.
     """
     if report_page is None:
-        note("no report page about the data is sent to the trackers; use `chatmill train` to send it")
+        note("the dataset report is not sent to the trackers; use `chatmill train` to send it")
         return
     for number, source in enumerate(sources, 1):
         tokens = sum(source.dataset[split].num_tokens for split in source.dataset.splits)
         if tokens > MOST_TOKENS:
             note(
-                f"{source.path}: no report page is sent to the trackers, because the dataset has {tokens:,} tokens "
-                f"(limit: {MOST_TOKENS:,}); run `chatmill report` to write the page"
+                f"{source.path}: the report is not sent to the trackers, because the dataset has {tokens:,} tokens "
+                f"(limit: {MOST_TOKENS:,}); run `chatmill report` to write the report"
             )
             continue
         try:
             write("report.html" if len(sources) == 1 else f"report-{number}.html", report_page(source.path))
         except Exception as error:
-            note(f"{source.path}: no report page is sent to the trackers ({one_line(str(error), 200)})")
+            note(f"{source.path}: the report is not sent to the trackers ({one_line(str(error), 200)})")

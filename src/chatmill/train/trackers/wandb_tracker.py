@@ -83,7 +83,7 @@ class WandbTracker:
                 raise
             offline = self._init(run, settings, online=False)
             reason = one_line(" ".join(str(error).split()), 200)
-            warnings.warn(f"wandb: {reason}; the run is stored offline, and `wandb sync` uploads it", stacklevel=2)
+            warnings.warn(f"wandb: {reason}; the run is stored offline; upload it with `wandb sync`", stacklevel=2)
             return offline
 
     def _init(self, run: TrackedRun, settings: Any, *, online: bool) -> Any:

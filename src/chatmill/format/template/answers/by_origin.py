@@ -134,7 +134,7 @@ class _OriginSearch:
         after = next((at for at in self.fields if at > before), len(self.pieces))
         literals = self._between(before, after)
         if own < len(self.pieces) and after != own:
-            what = f"text of message {self._message_of(after)} is rendered between message {message} and its prompt"
+            what = f"text of message {self._message_of(after)} is rendered between the prompt and message {message}"
             raise disputed(f"{what}: {shown(self.pieces[after].text)}")
         begin = self.places[before + 1]
         common = self._common(literals, prompt_end)

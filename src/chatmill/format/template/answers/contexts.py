@@ -35,7 +35,7 @@ class Context(NamedTuple):
     text: str
     """The part of the header that the row and the prompt have in common."""
     prompt_only: str = ""
-    """The end of the header that is in the prompt but not in the row."""
+    """The rest of the header, which is in the prompt but not in the row."""
 
 
 class Headers(NamedTuple):

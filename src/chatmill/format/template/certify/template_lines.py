@@ -29,7 +29,7 @@ def space(seen: Observations) -> Finding:
     stripped = [role for role in ("user", "assistant") if role in changed]
     if not stripped:
         return Finding("space", Level.PASS, "whitespace around messages is kept", {"stripped": []})
-    text = f"whitespace around {' and '.join(stripped)} messages is stripped, as in serving"
+    text = f"whitespace around {' and '.join(stripped)} messages is stripped, as during inference"
     return Finding("space", Level.PASS, text, {"stripped": stripped})
 
 

@@ -46,7 +46,7 @@ def run_server(start: Callable[..., Service]) -> None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     control = socket.socket(fileno=CHANNEL)
     children: dict[int, socket.socket] = {}
-    """Maps the pid of each running process to its leash, the socket that kills the process when closed."""
+    """Maps the pid of each running process to a socket; the process is killed when the socket is closed."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(woken, select.POLLIN)
