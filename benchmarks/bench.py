@@ -2,9 +2,9 @@
 
     make bench                        run all benchmarks; write benchmarks.md, its chart and flame graphs
     make bench ARGS=--quick           use small sizes; write the page to benchmarks/.results/quick
-    make bench ARGS="--only load"     run one benchmark; write the page from it and the earlier results
-    make bench ARGS="--gpu"           include training, on a machine with a GPU; `--gpu FILE ...` reads
-                                      results of `python benchmarks/train.py --results FILE`
+    make bench ARGS="--only load"     run one benchmark; write the page from its results and earlier ones
+    make bench ARGS="--gpu"           also measure training on a GPU; `--gpu FILE ...` instead reads
+                                      the results of `python benchmarks/train.py --results FILE`
     make bench ARGS="--input chat.jsonl --tokenizer tokenizer.json"
 
 The results of each benchmark are kept as JSON under benchmarks/.results.
@@ -159,7 +159,9 @@ def run(script: str, words: list[object]) -> Any:
     try:
         return json.loads(done.stdout.strip().rsplit("\n", 1)[-1])
     except ValueError:
-        raise SystemExit(f"{' '.join(command)}: exit {done.returncode} without results; run it to see why") from None
+        raise SystemExit(
+            f"{' '.join(command)}: printed no results and exited with code {done.returncode}; run it to see the error"
+        ) from None
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Compare the build time on two cores with the build time on all cores, with one process per core.
+"""Compare the time to prepare a dataset on two cores and on all cores, with one process per core.
 
-    python benchmarks/cores.py                   two cores and all cores of this machine; 500,000 conversations
-    python benchmarks/cores.py --cores 2 4 8     these numbers of cores
+    python benchmarks/cores.py                   use two cores and all cores; prepare 500,000 conversations
+    python benchmarks/cores.py --cores 2 4 8     use these numbers of cores
 
 The input is 50,000 conversations, repeated `--times` times and packed into rows of 4096 tokens. Start-up time is
 excluded. All builds write the same bytes. *Serial* is the CPU time of the main process,
@@ -69,7 +69,7 @@ def main() -> int:
         (
             f"{count} cores",
             f"{run['seconds']:.2f} s, {run['tokens'] / run['seconds'] / 1e6:.1f} Mtok/s, "
-            f"{figures['times'][count]:.2f} times; "
+            f"speedup {figures['times'][count]:.2f}; "
             f"serial {run['serial_s']:.2f} s, {run['serial_share']:.1%} of all CPU time",
         )
         for count, run in found.items()

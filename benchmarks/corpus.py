@@ -102,7 +102,7 @@ def chat_file(count: int) -> Path:
     """Return the path of a file with `count` conversations. Create the file if it does not exist."""
     path = DATA / f"chat-{count}.jsonl"
     if not path.exists():
-        print(f"making {path.name} …", file=sys.stderr, flush=True)
+        print(f"generating {path.name} …", file=sys.stderr, flush=True)
         DATA.mkdir(exist_ok=True)
         aside = path.with_suffix(".part")
         with aside.open("w", encoding="utf-8") as file:
@@ -159,7 +159,7 @@ def options_of(data: Data) -> list[str]:
 
 
 def grown(path: Path, folder: Path, *, lines: int, times: int = 1) -> Path:
-    """Write the first `lines` lines of a file to a new file, repeated `times` times."""
+    """Write the first `lines` lines of a file to a new file, `times` times in a row."""
     out = folder / f"{path.stem}-{lines}x{times}.jsonl"
     with path.open("rb") as file:
         content = b"".join(islice(file, lines))

@@ -81,14 +81,14 @@ def shown(step: dict[str, Any]) -> list[tuple[str, str]]:
         return f"{step['conversations']:,} conversations, {what}", f"{figure}, {step[side]['memory'] / 1e6:.0f} MB"
 
     return [
-        line("prepared", "prepare", f"{step['prepare']['seconds']:.2f} s"),
-        line("opened", "open", f"{step['open']['ms']:.1f} ms"),
+        line("prepare", "prepare", f"{step['prepare']['seconds']:.2f} s"),
+        line("open and read one episode", "open", f"{step['open']['ms']:.1f} ms"),
         line(
-            "verified in full",
+            "verify --full",
             "verify",
-            f"{step['verify']['full_s']:.2f} s, bare hash {step['verify']['hash_s']:.2f} s",
+            f"{step['verify']['full_s']:.2f} s, hashing alone {step['verify']['hash_s']:.2f} s",
         ),
-        line("a packed batch", "load", f"{step['load']['ms']:.2f} ms"),
+        line("load a packed batch", "load", f"{step['load']['ms']:.2f} ms"),
     ]
 
 

@@ -1,11 +1,11 @@
 """Compare chatmill's batch loading with Hugging Face datasets and TRL's collator, and with a plain copy of the bytes.
 
-    python benchmarks/load.py                           50 000 conversations
-    python benchmarks/load.py --conversations 2000      quicker
-    python benchmarks/load.py --billion                 also a billion episodes, in sparse files
+    python benchmarks/load.py                           load from 50,000 conversations
+    python benchmarks/load.py --conversations 2000      use fewer conversations
+    python benchmarks/load.py --billion                 also load from a billion episodes, in sparse files
 
 chatmill and the peer load shuffled batches of the same rows, without worker processes. The peer's rows are truncated,
-packed (best fit decreasing) and masked beforehand; chatmill truncates, packs and masks rows while it loads them.
+packed (best-fit decreasing) and masked beforehand; chatmill truncates, packs and masks rows while it loads them.
 chatmill's batches contain x, y, the loss mask, weights, positions, segments and episode ids. The peer's batches contain
 ids and labels, and either the attention mask or, for varlen attention, positions and sequence lengths. The benchmark
 first checks that chatmill and the peer produce the same tokens and labels. Memory is measured in separate processes.
@@ -167,7 +167,7 @@ def check(loader: EpisodeLoader, dataset: Path, shape: Shape, batches: int = 20)
                 x, y = batch.x[row].numpy()[here], batch.y[row].numpy()[here]
                 wanted = np.where(mask[-shape.block_size - 1 :], ids.astype(np.int64), -100)[1:]
                 if not np.array_equal(x, ids[: len(x)]) or not np.array_equal(y[: len(wanted)], wanted[: len(y)]):
-                    raise SystemExit(f"episode {number} differs from the dataset")
+                    raise SystemExit(f"episode {number}: the loaded tokens or labels differ from the dataset")
 
 
 def peer_differs(dataset: Path, rows: Any, shape: Shape, batches: int = 8) -> tuple[int, int]:
@@ -253,7 +253,7 @@ def one_shape(dataset: Path, shape: Shape, runs: int, folder: Path) -> tuple[lis
     loader.close()
     logged.close()
     return [
-        (f"{shape.name}: the peer's conversations that differ from the dataset, out of {seen}", f"{differ}"),
+        (f"{shape.name}: number of the peer's {seen} conversations that differ from the dataset", f"{differ}"),
         ("  chatmill", f"{shown['ours']} per batch, {speed['ours'] / 1e6:.1f} Mtok/s"),
         ("  chatmill with an audit log", f"{shown['logged']} per batch, {speed['logged'] / 1e6:.1f} Mtok/s"),
         ("  datasets with TRL's collator", f"{shown['peer']} per batch, {speed['peer'] / 1e6:.3f} Mtok/s"),
@@ -287,7 +287,7 @@ def counted_tokens(rows: Any, shape: Shape) -> float:
 
 
 def billion() -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """Measure lookup time and the loader's memory for a billion episodes, in a separate process."""
+    """Measure the time to look up a position, and the loader's memory, for a billion episodes in a separate process."""
     with tempfile.TemporaryDirectory(dir=DATA) as folder:
         shard = Path(folder) / "train" / "shard_00000"
         shard.mkdir(parents=True)
@@ -321,7 +321,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--billion", action="store_true", help="also measure a loader over a billion episodes")
+    parser.add_argument("--billion", action="store_true", help="also measure loading from a billion episodes")
     parser.add_argument(
         "--side", choices=("chatmill", "peer"), help="run only chatmill or the peer, once, with this --shape"
     )
@@ -346,7 +346,9 @@ def main() -> None:
             figures["shapes"].append(found)
     packages = ("chatmill", "numpy", "torch", "datasets", "trl")
     figures["versions"] = versions(*packages)
-    report(f"load: {data.conversations:,} conversations; {machine(*packages)}", lines, figures, as_json=args.json)
+    report(
+        f"loading from {data.conversations:,} conversations; {machine(*packages)}", lines, figures, as_json=args.json
+    )
 
 
 if __name__ == "__main__":

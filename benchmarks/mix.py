@@ -28,8 +28,8 @@ def main() -> None:
     report(
         f"mixing {args.rows:,} rows; {machine('chatmill')}",
         [
-            ("largest deviation from a share after any row, in rows (target 1)", f"{rows:.2f}"),
-            ("largest deviation from a share of trained tokens (target 0.5 %)", f"{100 * trained:.3f} %"),
+            ("largest deviation from a source's expected number of rows (target 1)", f"{rows:.2f}"),
+            ("largest deviation from a source's share of trained tokens (target 0.5%)", f"{100 * trained:.3f}%"),
         ],
         {"rows": args.rows, "farthest_rows": rows, "trained_error": trained, "versions": versions("chatmill")},
         as_json=args.json,

@@ -1,4 +1,4 @@
-"""Compare the time and memory of near-duplicate removal with datatrove's MinHash.
+"""Compare the time and memory to remove near-duplicates with those of datatrove's MinHash.
 
     python benchmarks/near_dedupe.py [--json]
 
@@ -66,11 +66,11 @@ def main() -> int:
     packages["datatrove"] = subprocess.run(name, capture_output=True, text=True, check=True).stdout.strip()
     lines = [
         (
-            f"{beside['records']:,} records, chatmill prepare",
+            f"{beside['records']:,} records: chatmill prepare",
             f"{beside['seconds']:.1f} s, {beside['removed']:,} removed",
         ),
         (
-            f"{beside['records']:,} records, datatrove {packages['datatrove']}, four stages",
+            f"{beside['records']:,} records: datatrove {packages['datatrove']}, four stages",
             f"{beside['peer_seconds']:.1f} s, {beside['peer_removed']:,} removed",
         ),
         *(
@@ -78,7 +78,7 @@ def main() -> int:
             for size in sizes
         ),
         (
-            "under 2 GB, and at most 1.2 times as much memory for four times as many records",
+            "memory under 2 GB, and at most 1.2 times as much for four times the records",
             "met" if kept else "MISSED",
         ),
     ]

@@ -1,8 +1,8 @@
-"""Measure writing, opening and reading a dataset: `benchmarks/open.py [--episodes N] [--folder DIR] [--json]`.
+"""Measure how fast a dataset is written, opened and read: `benchmarks/open.py [--episodes N] [--folder DIR] [--json]`.
 
-The script writes a dataset of 20 million small episodes: about 3 GB in --folder. New processes open the dataset and
-read random episodes, and each read is timed. Writing is also timed with rows as long as chat conversations. The script
-exits with 1 if a target is missed.
+The script writes a dataset of 20 million small episodes, which takes up about 3 GB in --folder. New processes open the
+dataset and read random episodes, and each read is timed. Writing is also timed with rows as long as chat conversations.
+The script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -84,10 +84,13 @@ def main() -> int:
             )
             for what, (mid, most) in reads.items()
         ),
-        ("floor: parse the metadata and map five files", f"{floor_ms:.1f} ms"),
+        ("floor: parse the metadata and memory-map five files", f"{floor_ms:.1f} ms"),
         ("floor: read the same number of bytes from a memory map", f"{floor_us:.1f} µs"),
         ("peak memory of the process that opened the dataset", f"{memory / 1e6:.0f} MB"),
-        *((f"write chat rows, {bits}, without fsync", f"{speed:.0f} Mtok/s") for bits, speed in chat.items()),
+        *(
+            (f"write rows as long as chat conversations, {bits}, without fsync", f"{speed:.0f} Mtok/s")
+            for bits, speed in chat.items()
+        ),
         ("write small episodes", f"{small:.0f} Mtok/s"),
     ]
     figures = {

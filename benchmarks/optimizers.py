@@ -6,17 +6,17 @@
 `prepare` writes token files from text on this machine: Python sources for pretraining, conversations and other prose
 for fine-tuning. `train` requires only numpy, torch and safetensors (torchao for --fp8). The steps of `train` are:
 
-1. Train a GPT with 34 M parameters on the Python sources with adamw. The learning rate is constant until the validation
-   loss falls by less than FALL nats in PATIENCE evaluations, and then decays to zero.
+1. Train a GPT with 34M parameters on the Python sources with adamw. The learning rate is constant until the validation
+   loss falls by less than 0.005 nats in four evaluations, and then decays to zero.
 
 2. Select a learning rate for adamw, adafactor and muon on the tuning split. adamw8bit, adamw_bf16 and fp8 use
    adamw's learning rate.
 
 3. Fine-tune the GPT with each optimizer and three seeds, which determine the data order and the stochastic rounding.
 
-4. Compare each validation loss with that of adamw for the same seed. The mean difference must be at most MOST nats.
+4. Compare each validation loss with that of adamw for the same seed. The mean difference must be at most 0.02 nats.
 
-"nearest" is the control: AdamW on bfloat16 weights, rounded to nearest. The limit of MOST nats does not apply to the
+"nearest" is the control: AdamW on bfloat16 weights, rounded to nearest. The limit of 0.02 nats does not apply to the
 control. Each result is written as soon as it is known. A restarted run continues after the last result.
 """
 

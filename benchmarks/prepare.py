@@ -1,8 +1,8 @@
-"""Compare chatmill's time to prepare a dataset with TRL's, and with the time for decoding, encoding and writing alone.
+"""Compare the time that chatmill takes to prepare a dataset with TRL's, and with only decoding, encoding and writing.
 
-    python benchmarks/prepare.py                        50 000 conversations, two processes on both sides
-    python benchmarks/prepare.py --conversations 5000   quicker
-    python benchmarks/prepare.py --format template      a published chat template, with a derived mask
+    python benchmarks/prepare.py                        prepare 50,000 conversations with two processes
+    python benchmarks/prepare.py --conversations 5000   use fewer conversations
+    python benchmarks/prepare.py --format template      use a published chat template, with a derived mask
 
 chatmill and TRL start from a JSONL file and make packed rows of 4096 tokens with an assistant mask. chatmill writes,
 syncs and publishes a dataset; TRL writes its Arrow cache. `prepare_peers.py` runs the other libraries: TRL's own
@@ -225,7 +225,7 @@ def main() -> None:
         default="qwen2_5",
         help="TRL template for --format template; TRL must have it with and without generation tags",
     )
-    parser.add_argument("--no-trl", action="store_true", help="skip the peers, which take minutes")
+    parser.add_argument("--no-trl", action="store_true", help="do not run the peers, which take minutes")
     parser.add_argument(
         "--side", choices=("chatmill", *PEERS), help="run only chatmill or this peer, once, to measure its memory"
     )
@@ -284,30 +284,30 @@ def main() -> None:
     }
     lines = [
         ("chatmill prepare, start-up (excluded below)", f"{one['start_up']:.1f} s"),
-        ("chatmill prepare --pack 4096, two processes, synced", f"{seconds:.2f} s, {speed / 1e6:.1f} Mtok/s"),
+        ("chatmill prepare --pack 4096, two processes, with fsync", f"{seconds:.2f} s, {speed / 1e6:.1f} Mtok/s"),
         (
-            "  bare msgspec decode + flat encode + raw write",
+            "  floor: msgspec decode + fastokens encode + write with fsync",
             " + ".join(f"{part:.2f}" for part in parts.values()) + " s",
         ),
         (
             "speed relative to the floor" + ("" if template else " (target 0.5)"),
             f"{figures['share_of_bare']:.2f}",
         ),
-        ("  bare decode and encode, two processes at the same time", f"{at_once:.2f} s"),
-        ("memory of all processes, PSS (target 1.2 GB)", f"{memory / 1e9:.2f} GB"),
+        ("  only decoding and encoding, two parallel processes", f"{at_once:.2f} s"),
+        ("peak memory of all processes, PSS (target 1.2 GB)", f"{memory / 1e9:.2f} GB"),
     ]
     for name, peer in peers.items():
         peer["times"] = speed * peer["seconds"] / peer["tokens"]
         lines += [
             (f"{TITLES[peer['side']]}, {peer['processes']} processes", f"{peer['seconds']:.1f} s"),
-            ("  start-up (excluded above), memory", f"{peer['start_up']:.1f} s, {peer['memory'] / 1e9:.2f} GB"),
+            ("  start-up (excluded above), peak memory", f"{peer['start_up']:.1f} s, {peer['memory'] / 1e9:.2f} GB"),
             ("  conversations: equal, only in chatmill, only in the peer", str(peer["differ"])),
             ("  speedup of chatmill" + (" (target 60)" if name == "trl" else ""), f"{peer['times']:.1f}"),
         ]
     figures["peers"] = peers
     packages = ("chatmill", "fastokens", "msgspec", "trl", "transformers", "datasets", "datatrove")
     figures["versions"] = versions(*packages)
-    what = f"prepare {figures['template']}: {data.conversations:,} conversations, {tokens / 1e6:.1f} M tokens"
+    what = f"prepare {figures['template']}: {data.conversations:,} conversations, {tokens / 1e6:.1f} million tokens"
     title = f"{what}; {machine(*packages)}"
     report(title, lines, figures, as_json=args.json)
 

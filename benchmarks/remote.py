@@ -1,7 +1,7 @@
 """Compare loading from a bucket with loading a local dataset.
 
-    python benchmarks/remote.py                     400 MB at 100 MB/s
-    python benchmarks/remote.py --megabytes 100     quicker
+    python benchmarks/remote.py                     load 400 MB at 100 MB/s
+    python benchmarks/remote.py --megabytes 100     load a smaller dataset
 
 `rclone serve s3` serves the dataset behind a proxy that limits the bandwidth. Every run is one shuffled, packed epoch
 in a new process. In cold runs, the cache is empty, and the benchmark reports the share of the bandwidth that is used
@@ -71,13 +71,19 @@ def main() -> int:
         results = measured(Path(folder), args.megabytes * 10**6 // ROW_BYTES, args.link, args.runs)
     lines = [
         (
-            f"{results['bytes'] / 1e6:,.0f} MB, no bandwidth limit: download and first batch",
+            f"{results['bytes'] / 1e6:,.0f} MB, no bandwidth limit: download speed until the first batch",
             f"{results['unlimited']:.0f} MB/s",
         ),
-        (f"cold, {args.link:g} MB/s: share of the link used until the first batch", share(results["cold_first"], COLD)),
-        ("cold: share of the link used over the whole epoch", share(results["cold_epoch"], COLD)),
-        ("warm: speed relative to the local loader", share(results["warm"], WARM)),
-        ("local epoch, warm epoch, cold epoch", ", ".join(f"{results[name]:.2f} s" for name in SECONDS)),
+        (
+            f"cold cache, {args.link:g} MB/s: share of the bandwidth used until the first batch",
+            share(results["cold_first"], COLD),
+        ),
+        ("cold cache: share of the bandwidth used over the whole epoch", share(results["cold_epoch"], COLD)),
+        ("warm cache: speed relative to loading a local dataset", share(results["warm"], WARM)),
+        (
+            "epoch of the local dataset, with a warm cache, with a cold cache",
+            ", ".join(f"{results[name]:.2f} s" for name in SECONDS),
+        ),
     ]
     where = {"cores": len(os.sched_getaffinity(0)), "processor": processor()}
     about = {

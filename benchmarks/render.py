@@ -1,8 +1,8 @@
-"""Compare the speed of chatmill's rendering with that of bare tokenization and of transformers.
+"""Compare the speed of chatmill's rendering with that of tokenization alone and of transformers.
 
-    python benchmarks/render.py                    50 000 conversations, medians of 5 runs
+    python benchmarks/render.py                    render 50,000 conversations; report medians of 5 runs
     python benchmarks/render.py --conversations 5000 --runs 3 --json
-    python benchmarks/render.py --format template  a published chat template, with a derived mask
+    python benchmarks/render.py --format template  use a published chat template, with a derived mask
 
 The benchmark first checks that transformers and chatmill give the same ids and mask for the timed rows. transformers
 needs generation tags for a mask, so transformers uses TRL's version of the template, which has generation tags.
@@ -40,7 +40,7 @@ CHATML = (
     "{%- endfor -%}"
 )
 CHUNK = 4096
-"""Number of texts per call in the bare encoding. 4096 was faster than 1024, 16384 and all texts at once."""
+"""Number of texts per call when only tokenizing. 4096 was faster than 1024, 16384 and all texts at once."""
 
 
 Chunks = Iterator[Rows]
@@ -196,23 +196,23 @@ def main() -> None:
     packages = ("chatmill", "fastokens", "tokenizers", "transformers", "trl")
     wanted, named = ("target 30", "chatml") if args.format == "chatml" else ("target 10", args.template)
     report(
-        f"render {named}: {len(records):,} conversations, {len(texts):,} messages, {tokens / 1e6:.1f} M tokens; "
+        f"render {named}: {len(records):,} conversations, {len(texts):,} messages, {tokens / 1e6:.1f} million tokens; "
         + machine(*packages),
         [
             (
-                f"rows whose ids, and rows whose masks, differ from transformers, out of {len(few):,}",
+                f"rows with different ids, and with different masks, than transformers, of {len(few):,}",
                 f"{differ['ids_differ']}, {differ['masks_differ']}",
             ),
             ("tokens that only one mask includes", str(differ["trained_by_one"])),
-            ("fastokens, encoding the same texts on all cores", f"{seconds['encode']:.2f} s"),
+            ("tokenization alone: fastokens with the same texts on all cores", f"{seconds['encode']:.2f} s"),
             ("chatmill render, one thread", f"{seconds['render']:.2f} s, {speed / 1e6:.1f} Mtok/s"),
             (
-                "speed on all cores relative to bare encoding" + (" (target 0.75)" if named == "chatml" else ""),
+                "speed on all cores relative to tokenization alone" + (" (target 0.75)" if named == "chatml" else ""),
                 f"{share:.2f}",
             ),
             (
-                f"one list on 1 and {cores} threads",
-                f"{in_threads['one']:.2f} and {in_threads['all']:.2f} s, {times_threads:.2f} times",
+                f"one list of records, on 1 thread and on {cores} threads",
+                f"{in_threads['one']:.2f} and {in_threads['all']:.2f} s, speedup {times_threads:.2f}",
             ),
             ("transformers apply_chat_template, row by row", f"{peer_speed / 1e6:.3f} Mtok/s"),
             (f"speedup over transformers ({wanted})", f"{ratio:.1f}"),

@@ -51,7 +51,7 @@ WORDS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure rollout targets per second on one core.")
     parser.add_argument("--runs", type=int, default=15, help="number of runs; the fastest run is reported")
-    parser.add_argument("--targets", type=int, default=100, help="targets a run")
+    parser.add_argument("--targets", type=int, default=100, help="number of targets per run")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -85,13 +85,16 @@ def main() -> int:
         f"rollout targets, one core; {machine('chatmill', 'scipy', 'shapely')}",
         [
             (
-                "tokens per rollout, number of objects found and of true objects",
-                f"{tokens:.0f}, {len(first.valid_objects)} and {OBJECTS}",
+                "tokens per rollout; objects found in the first rollout; true objects",
+                f"{tokens:.0f}; {len(first.valid_objects)}; {OBJECTS}",
             ),
-            ("first rollout: matched and missed objects", f"{len(first.matched)}, {len(first.missed)}"),
+            ("matched and missed objects in the first rollout", f"{len(first.matched)}, {len(first.missed)}"),
             ("targets built per second", f"{speed:,.0f}"),
-            ("floor: decode, parse and encode the true objects, per second", f"{len(work) / seconds['bare']:,.0f}"),
-            ("scan only, rollouts per second", f"{len(work) / seconds['scans']:,.0f}"),
+            (
+                "floor: decode and parse the answer, encode the true objects, per second",
+                f"{len(work) / seconds['bare']:,.0f}",
+            ),
+            ("rollouts scanned per second, without building targets", f"{len(work) / seconds['scans']:,.0f}"),
             (f"{'met' if speed >= LEAST else 'MISSED'}: at least {LEAST:,} targets per second", f"{speed:,.0f}"),
         ],
         {

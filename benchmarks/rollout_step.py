@@ -23,10 +23,10 @@ SHAPE = {"layers": 28, "width": 1344}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure where the time of a stage-2 step goes.")
+    parser = argparse.ArgumentParser(description="Measure the time of each phase of a stage-2 step.")
     parser.add_argument("--first", type=int, default=400, help="number of fine-tuning steps before stage 2")
     parser.add_argument("--steps", type=int, default=32, help="number of rollout-matching steps")
-    parser.add_argument("--rows", type=int, default=64, help="rollouts per step")
+    parser.add_argument("--rows", type=int, default=64, help="number of rollouts per step")
     parser.add_argument("--width", type=int, default=SHAPE["width"])
     parser.add_argument("--layers", type=int, default=SHAPE["layers"])
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -1,10 +1,10 @@
 """Measure the start-up time of short commands, as seen from the shell.
 
-    python benchmarks/startup.py              the best of ten runs of each
-    python benchmarks/startup.py --runs 3     quicker
+    python benchmarks/startup.py              report the best of ten runs of each command
+    python benchmarks/startup.py --runs 3     use fewer runs
 
 The commands are `chatmill --help`, and `chatmill prepare` on 100 records with a vocabulary of 128,000 tokens. `prepare`
-runs with an empty and with a filled cache of compiled tokenizers. A first run, which is not counted, compiles the
+runs with an empty and with a filled cache of compiled tokenizers. The first run is not counted, because it compiles the
 bytecode.
 """
 

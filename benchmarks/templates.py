@@ -1,6 +1,6 @@
 """Count the chat templates in TRL that pass `certify`: `python benchmarks/templates.py [--first N] [--json]`.
 
-docs/explanation/templates.md lists the same certificates. This benchmark does not measure time.
+docs/explanation/templates.md lists the same results. This benchmark does not measure time.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def main() -> None:
         f"chat templates; {machine('chatmill', 'trl', 'transformers')}",
         [
             (
-                f"number of certified templates, of {len(found)} (target 37 of 41)",
+                f"number of certified templates out of {len(found)} (target 37 of 41)",
                 f"{len(found) - len(refused)}; not certified: {', '.join(refused)}",
             ),
-            ("number of templates in which both methods find answers (target: half)", f"{both}"),
+            ("number of templates for which both methods find the answers (target: half)", f"{both}"),
         ],
         {
             "templates": len(found),

@@ -1,7 +1,7 @@
 """Measure training speed and memory on one GPU, compared with the fastest setup of the Hugging Face libraries.
 
-    python benchmarks/train.py --results FILE            every configuration that FILE does not contain yet
-    python benchmarks/train.py --results FILE --only 4b  the configurations of one model; --list shows all
+    python benchmarks/train.py --results FILE            measure the configurations that FILE does not contain yet
+    python benchmarks/train.py --results FILE --only 4b  measure only the 4B model; --list shows all configurations
     python benchmarks/train.py --results FILE --warm     compile all kernels first, several models at a time
     python benchmarks/train.py --results FILE --report   print the results without measuring
 
@@ -111,7 +111,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         line = waiting.popleft()
         worker, ready = ready, None
         if time.monotonic() + line.estimate > ends:
-            say(f"{line.name}: skipped, because it takes about {line.estimate:.0f} s")
+            say(f"{line.name}: skipped, because it would take about {line.estimate:.0f} s")
             if worker is not None:
                 worker.stop()
             continue

@@ -272,8 +272,8 @@ def test_what_a_template_refuses_is_said_by_both(run, tmp_path):
     assert code == 0
     assert out.splitlines()[1:4] == [
         "2 records: 1 equal, 1 refused by both",
-        "  chatmill refuses 1 of the records, the first at chat.jsonl:1: model/tokenizer_config.json:chat_template:1: the template "
-        'rejects the conversation: "no system"; change the conversation or the template',
+        "  chatmill refuses 1 of the records, the first at chat.jsonl:1: model/tokenizer_config.json:chat_template:1: "
+        'the template rejects the conversation: "no system"; change the conversation or the template',
         "  TRL refuses 1 of the records, the first at chat.jsonl:1: TemplateError: no system",
     ]
 

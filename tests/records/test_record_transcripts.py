@@ -112,7 +112,8 @@ def test_three_records_whose_first_line_has_no_answer_are_not_joined(read_bytes)
     with pytest.raises(DataError) as asked:
         read_bytes(system + b"\n" + LINE + b"\n" + LINE, "a.txt", shape="transcript")
     assert str(asked.value) == (
-        "a.txt: records may be separated by line breaks or by <|EOS|>; pass --shape transcript-lines or transcript-stream"
+        "a.txt: records may be separated by line breaks or by <|EOS|>; "
+        "pass --shape transcript-lines or transcript-stream"
     )
 
 

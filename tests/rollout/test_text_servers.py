@@ -257,7 +257,10 @@ FAULTS = {
     "a filtered answer": (reply(completion(BOX, "content_filter")), 'finish_reason "content_filter"'),
     "reasoning": (reply(chat(BOX, reasoning_content="hm")), "returned part of the answer as reasoning_content"),
     "a tool call": (reply(chat(None, "tool_calls", tool_calls=[{}])), "returned part of the answer as tool_calls"),
-    "another prompt": (reply(completion(BOX, prompt_tokens=3)), r'3 prompt tokens, but the training prompt has \d+;.*"chat"'),
+    "another prompt": (
+        reply(completion(BOX, prompt_tokens=3)),
+        r'3 prompt tokens, but the training prompt has \d+;.*"chat"',
+    ),
     "a lone surrogate": (reply(completion("\ud800")), "cannot be encoded"),
     "3 MB of noise as a reply": (reply(NOISE), "did not return a JSON object"),
     "3 MB of noise as a status": (reply(NOISE, 503), "status 503"),
