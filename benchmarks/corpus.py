@@ -159,7 +159,7 @@ def options_of(data: Data) -> list[str]:
 
 
 def grown(path: Path, folder: Path, *, lines: int, times: int = 1) -> Path:
-    """Write the first `lines` lines of a file to a new file, `times` times in a row."""
+    """Write the first `lines` lines of a file to a new file, repeated `times` times."""
     out = folder / f"{path.stem}-{lines}x{times}.jsonl"
     with path.open("rb") as file:
         content = b"".join(islice(file, lines))

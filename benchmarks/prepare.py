@@ -1,4 +1,4 @@
-"""Compare the time that chatmill takes to prepare a dataset with TRL's, and with only decoding, encoding and writing.
+"""Compare chatmill's time to prepare a dataset with TRL's, and with the time that decoding, encoding and writing take.
 
     python benchmarks/prepare.py                        prepare 50,000 conversations with two processes
     python benchmarks/prepare.py --conversations 5000   use fewer conversations

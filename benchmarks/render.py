@@ -200,8 +200,8 @@ def main() -> None:
         + machine(*packages),
         [
             (
-                f"rows with different ids, and with different masks, than transformers, of {len(few):,}",
-                f"{differ['ids_differ']}, {differ['masks_differ']}",
+                f"differences from transformers in {len(few):,} rows",
+                f"ids differ in {differ['ids_differ']}, masks in {differ['masks_differ']}",
             ),
             ("tokens that only one mask includes", str(differ["trained_by_one"])),
             ("tokenization alone: fastokens with the same texts on all cores", f"{seconds['encode']:.2f} s"),
