@@ -42,7 +42,7 @@ def chart(results: Results) -> str:
         f'aria-label="Speedup of chatmill over each peer">',
         f"  <style>{STYLE}  </style>",
         '  <text class="title" x="16" y="26">Speedup of chatmill over each peer</text>',
-        '  <text class="small" x="16" y="43">logarithmic scale; both sides were measured in the same run</text>',
+        '  <text class="small" x="16" y="43">logarithmic scale; each pair was measured in the same run</text>',
     ]
     for power in range(first, last + 1):
         x, kind = at(10.0**power), "one" if power == 0 else "grid"
@@ -73,7 +73,7 @@ def _training(results: Results) -> list[Line]:
     names = ("0.6b-peer-fp32-compiled", "0.6b-peer-fp32", "0.6b-usual-packed", "0.6b-usual-padded")
     return [
         Line(
-            "train 0.6 B on one GPU",
+            "train a 0.6B model on one GPU",
             "",
             peer=TRAIN_LINES[name].what,
             times=ours["tokens_per_s"] / found[name]["tokens_per_s"],

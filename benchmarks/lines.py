@@ -1,5 +1,5 @@
-"""Summarize benchmark results with one line per comparison: chatmill, the best possible time, another library, and
-memory.
+"""Summarize benchmark results. Each comparison is one line with chatmill's result, the floor, the result of another
+library, and the peak memory.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ Results = dict[str, Any]
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the summary; the floor is the best possible time for the work on this machine."""
+    """One line of the summary. The floor is the time that the essential work alone takes on this machine."""
 
     what: str
     ours: str
     floor: str = ""
     share: float | None = None
-    """Speed relative to the floor; 1 is the best possible value."""
+    """Speed relative to the floor."""
     peer: str = ""
     """Name and version of the peer."""
     theirs: str = ""
@@ -83,9 +83,9 @@ def _prepare(found: Any) -> list[Line]:
     peers = found.get("peers", {})
     with_template = "" if found["template"] == "chatml" else f" with `{found['template']}`"
     first = Line(
-        f"prepare {found['conversations']:,} conversations{with_template}, packed",
+        f"prepare and pack {found['conversations']:,} conversations{with_template}",
         seconds(found["seconds"]),
-        f"bare decode, encode and write, {seconds(sum(found['bare'].values()))}",
+        f"only decoding, encoding and writing, {seconds(sum(found['bare'].values()))}",
         found["share_of_bare"],
         memory=(found["memory"]["chatmill"],),
     )
@@ -98,14 +98,14 @@ def _prepare(found: Any) -> list[Line]:
         _compared(first, "", trl, peers["trl"]),
         _compared(
             first,
-            "; TRL's fastest variant",
+            " (TRL's fastest variant)",
             f"{trl}{batched}, {peers[fastest]['processes']} processes",
             peers[fastest],
         ),
     ]
     if "datatrove" in peers:
         named = f"datatrove {found['versions']['datatrove']} `DocumentTokenizer`"
-        compared.append(_compared(first, "; the peer only tokenizes", named, peers["datatrove"]))
+        compared.append(_compared(first, " (the peer only tokenizes)", named, peers["datatrove"]))
     return compared
 
 
@@ -139,7 +139,7 @@ def _startup(found: Any) -> list[Line]:
             found["python_s"] / found["help_s"],
         ),
         Line(
-            f"`chatmill prepare`, {found['records']} records, vocabulary of {found['vocabulary']:,}",
+            f"`chatmill prepare`, {found['records']} records, vocabulary of {found['vocabulary']:,} tokens",
             f"{seconds(found['prepare_s'])}; {seconds(found['cold_s'])} in the first run",
         ),
     ]
@@ -173,7 +173,7 @@ def _pack(found: Any) -> list[Line]:
     fastest = plan["timings"][0]["seconds"] * plan["figures"]["times_trl"]
     made = [
         Line(
-            f"assign {found['rows']:,} lengths to rows of 4096",
+            f"assign {found['rows']:,} conversations to rows of 4096 tokens",
             seconds(plan["timings"][0]["seconds"]),
             f"{plan['figures']['floor']}, {seconds(plan['figures']['floor_s'])}",
             plan["figures"]["floor_s"] / plan["timings"][0]["seconds"],
@@ -183,7 +183,7 @@ def _pack(found: Any) -> list[Line]:
             (memory["plan"], memory["trl"]),
         ),
         Line(
-            f"pack {copy['figures']['tokens'] / 1e6:,.0f} M tokens, including the copy",
+            f"pack {copy['figures']['tokens'] / 1e6:,.0f} million tokens and copy them into rows",
             seconds(copy["timings"][0]["seconds"]),
             f"{copy['figures']['floor']}, {seconds(copy['figures']['floor_s'])}",
             copy["figures"]["floor_s"] / copy["timings"][0]["seconds"],
@@ -196,17 +196,17 @@ def _pack(found: Any) -> list[Line]:
     if order := found.get("order"):
         made.append(
             Line(
-                f"pack {order['figures']['tokens'] / 1e6:,.1f} M tokens",
+                f"pack {order['figures']['tokens'] / 1e6:,.1f} million tokens",
                 seconds(order["timings"][0]["seconds"]),
                 peer=f"torchtune {found['versions']['torchtune']} `PackedDataset`",
-                theirs=f"{seconds(order['timings'][1]['seconds'])}, {order['timings'][1]['fill']:.1%} full",
+                theirs=f"{seconds(order['timings'][1]['seconds'])}, rows {order['timings'][1]['fill']:.1%} full",
                 times=order["figures"]["times_torchtune"],
             )
         )
     for timing, (size, speed) in zip(blocks["timings"], blocks["figures"]["mtok"].items(), strict=True):
         made.append(
             Line(
-                f"pack stream blocks of {size}, one core",
+                f"split conversations into stream blocks of {size} tokens, one core",
                 f"{digits(speed)} Mtok/s",
                 f"{blocks['figures']['floor']}, {rate(blocks['figures']['tokens'] / blocks['figures']['floor_s'])}",
                 blocks["figures"]["floor_s"] / timing["seconds"],
@@ -220,19 +220,21 @@ def _load(found: Any) -> list[Line]:
     made = []
     for shape in found["shapes"]:
         ms, copy = shape["batch_ms"], seconds(shape["batch_ms"]["copy"] / 1e3)
+        size, kind = shape["name"].rsplit(" ", 1)
+        task = f"load a {kind} batch of {size}"
         made += [
             Line(
-                f"load a batch of {shape['name']}",
+                task,
                 seconds(ms["ours"] / 1e3),
                 f"a plain copy of the same {shape['batch_bytes'] / 1e6:.2f} MB, {copy}",
                 shape["copy_share"],
-                f"datasets {found['versions']['datasets']}, TRL {found['versions']['trl']}'s collator",
+                f"datasets {found['versions']['datasets']} with TRL {found['versions']['trl']}'s collator",
                 seconds(ms["peer"] / 1e3),
                 shape["times"],
                 (shape["memory"]["chatmill"], shape["memory"]["peer"]),
             ),
             Line(
-                f"load a batch of {shape['name']}, with an audit log",
+                f"{task}, with an audit log",
                 seconds(ms["logged"] / 1e3),
                 f"the same copy, {copy}",
                 ms["copy"] / ms["logged"],
@@ -241,7 +243,7 @@ def _load(found: Any) -> list[Line]:
     if big := found.get("billion"):
         made.append(
             Line(
-                "look up one position in the order of 10^9 episodes",
+                "look up one position in a shuffled order of 10^9 episodes",
                 seconds(big["order_ms"] / 1e3),
                 f"a lookup in an in-memory table of 10^7 entries, {seconds(big['lookup_ms'] / 1e3)}",
                 big["lookup_ms"] / big["order_ms"],
@@ -253,12 +255,12 @@ def _load(found: Any) -> list[Line]:
 
 def _open(found: Any) -> list[Line]:
     (middle, _), (whole, _) = found["read_us"]["tokens and mask"], found["read_us"]["rows with spans and origins"]
-    mapped = f"reading the same bytes from a memory map, {seconds(found['floor_us'] / 1e6)}"
+    mapped = f"reading the same number of bytes from a memory map, {seconds(found['floor_us'] / 1e6)}"
     return [
         Line(
-            f"open {found['episodes']:,} episodes and read one",
+            f"open a dataset of {found['episodes']:,} episodes and read one",
             seconds(found["open_ms"] / 1e3),
-            f"parsing the metadata and mapping five files, {seconds(found['floor_ms'] / 1e3)}",
+            f"parsing the metadata and memory-mapping five files, {seconds(found['floor_ms'] / 1e3)}",
             found["floor_ms"] / found["open_ms"],
             memory=(found["memory"],),
         ),
@@ -274,17 +276,23 @@ def _open(found: Any) -> list[Line]:
 
 def _remote(found: Any) -> list[Line]:
     size, link = f"{found['bytes'] / 1e6:,.0f} MB", found["bytes"] / found["link"] / 1e6
+    task = f"{size} from a bucket at {found['link']:g} MB/s"
     alone = f"the download alone, {seconds(link)}"
     local, warm = (found["positions"] / found[f"{name}_batches_s"] for name in ("local", "warm"))
     return [
         Line(
-            f"{size} in a bucket, {found['link']:g} MB/s, cold: first batch of a shuffled epoch",
+            f"load the first batch of a shuffled epoch: {task}, cold cache",
             seconds(found["cold_first_s"]),
             alone,
             found["cold_first"],
         ),
-        Line(f"{size} in a bucket, cold: whole epoch", seconds(found["cold_s"]), alone, found["cold_epoch"]),
-        Line(f"{size} in a bucket, warm: batches", rate(warm), f"the local dataset, {rate(local)}", found["warm"]),
+        Line(f"load the whole epoch: {task}, cold cache", seconds(found["cold_s"]), alone, found["cold_epoch"]),
+        Line(
+            f"load the batches of the epoch: {task}, warm cache",
+            rate(warm),
+            f"loading the local dataset, {rate(local)}",
+            found["warm"],
+        ),
     ]
 
 
@@ -293,9 +301,9 @@ def _growth(found: Any) -> list[Line]:
     check = size["verify"]
     return [
         Line(
-            f"verify every byte of {size['bytes'] / 1e6:,.0f} MB",
+            f"verify every byte of a dataset of {size['bytes'] / 1e6:,.0f} MB",
             seconds(check["full_s"]),
-            f"bare sha256 of the files, {seconds(check['hash_s'])}",
+            f"only hashing the files with SHA-256, {seconds(check['hash_s'])}",
             check["hash_s"] / check["full_s"],
             memory=(check["memory"],),
         )
@@ -305,27 +313,37 @@ def _growth(found: Any) -> list[Line]:
 def _rollout(found: Any) -> list[Line]:
     return [
         Line(
-            f"build rollout targets, {found['tokens']:.0f} tokens and {found['objects']} objects, one core",
-            f"{digits(found['targets_per_second'])} /s",
-            f"decoding, parsing as JSON and encoding the true objects, {digits(found['floor_per_second'])} /s",
+            f"build rollout targets for answers of {found['tokens']:.0f} tokens, {found['objects']} objects, one core",
+            f"{digits(found['targets_per_second'])} per second",
+            f"decoding the answers, parsing them as JSON and encoding the true objects, "
+            f"{digits(found['floor_per_second'])} per second",
             found["targets_per_second"] / found["floor_per_second"],
             memory=(found["memory"],),
         )
     ]
 
 
+SEARCHES = {
+    "a text in one episode": "text that occurs in one episode",
+    "a text in every episode": "text that occurs in every episode",
+    "two frequent consecutive words": "two frequent consecutive words",
+    "a text in no episode": "text that does not occur",
+}
+"""Names of the viewer's searches in the results, and how to print them."""
+
+
 def _view(found: Any) -> list[Line]:
     first, hit = max(found["first_page_ms"]), found["search_s"]["a text in one episode"]
     return [
         Line(
-            f"load the viewer's first page, {found['episodes']:,} episodes",
+            f"load the viewer's first page for {found['episodes']:,} episodes",
             seconds(first / 1e3),
             f"the same number of requests for a small file, {seconds(found['floor_ms'] / 1e3)}",
             found["floor_ms"] / first,
             memory=(found["memory"],),
         ),
         Line(
-            "search in the viewer, one hit",
+            "search in the viewer for text that occurs in one episode",
             seconds(hit),
             f"a request for a small file, {seconds(found['request_ms'] / 1e3)}",
             found["request_ms"] / 1e3 / hit,

@@ -1,4 +1,4 @@
-"""Compare packing in chatmill, TRL and torchtune, and time the splitting into blocks.
+"""Compare packing in chatmill, TRL and torchtune, and measure how fast chatmill splits conversations into blocks.
 
     python benchmarks/pack.py [--json]
 
@@ -63,9 +63,9 @@ class Comparison:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description="Packing, compared with TRL and torchtune.")
+    options = argparse.ArgumentParser(description="Compare packing in chatmill with packing in TRL and torchtune.")
     options.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    options.add_argument("--rows", type=int, default=1_000_000, help="number of lengths to plan")
+    options.add_argument("--rows", type=int, default=1_000_000, help="number of conversation lengths to assign to rows")
     options.add_argument("--runs", type=int, default=7, help="number of chatmill runs; the median is reported")
     options.add_argument("--side", choices=tuple(SIDES), help="run only this function, once, without output")
     chosen = options.parse_args()
@@ -108,11 +108,11 @@ SIDES: dict[str, Callable[[int], object]] = {
 
 
 def planning(count: int, runs: int, peak: int) -> Comparison:
-    """Time how long it takes to decide, from the lengths of rows, which rows are packed together.
+    """Measure the time to decide, from the lengths of conversations, which conversations share a row.
 
     TRL cannot make this decision without copying tokens, so TRL is timed with tokens of one byte and of zero bytes. TRL
-    is also timed with its default of packing every 1000 rows separately. chatmill is compared with the fastest TRL
-    variant.
+    is also timed with its default of packing every 1000 conversations separately. chatmill is compared with the fastest
+    variant of TRL.
     """
     lengths = real_shaped(count)
     seconds, bins = median_of(runs, lambda: pack_lengths(lengths, CAPACITY))
@@ -130,8 +130,8 @@ def planning(count: int, runs: int, peak: int) -> Comparison:
     bare_seconds, bare = trl_pack(nothing, batch_size=None)
     batch_seconds, batches = trl_pack(zeros)
     of_trl = [
-        timing(f"{trl_name()}, whole plan, one-byte tokens", whole_seconds, len(whole)),
-        timing(f"{trl_name()}, whole plan, zero-byte tokens", bare_seconds, len(bare)),
+        timing(f"{trl_name()}, all rows at once, one-byte tokens", whole_seconds, len(whole)),
+        timing(f"{trl_name()}, all rows at once, zero-byte tokens", bare_seconds, len(bare)),
         timing(f"{trl_name()}, 1000 rows at a time, one-byte tokens", batch_seconds, len(batches)),
     ]
     theirs = sorted(sorted(row) for row in whole["seq_lengths"])
@@ -140,21 +140,22 @@ def planning(count: int, runs: int, peak: int) -> Comparison:
     fastest = min(peer.seconds for peer in of_trl)
     equal = bin_of.tolist() == naive_bin_of
     return Comparison(
-        f"assign {count:,} lengths (lognormal, mean {lengths.mean():.0f}) to rows of {CAPACITY}",
+        f"assign {count:,} conversations to rows of {CAPACITY} tokens, given only their lengths "
+        f"(lognormal, mean {lengths.mean():.0f})",
         [
             timing("chatmill pack_lengths", seconds, len(bins)),
-            timing("best fit decreasing, one row at a time", naive_seconds, naive_bins),
+            timing("naive best-fit decreasing, one conversation at a time", naive_seconds, naive_bins),
             *of_trl,
         ],
         [
             Promise(
-                "every row in the same bin as with naive best fit decreasing",
-                f"{len(bins):,} bins, naive {naive_bins:,}",
+                "every conversation in the same row as with naive best-fit decreasing",
+                f"{len(bins):,} rows, naive {naive_bins:,} rows",
                 equal,
             ),
             Promise(
                 "at least 100 times as fast as TRL",
-                f"{fastest / seconds:.0f} times as fast as the fastest of the three",
+                f"{fastest / seconds:.0f} times as fast as the fastest variant of TRL",
                 fastest >= 100 * seconds,
             ),
             Promise("peak memory of the process under 500 MB", f"{peak / 1e6:.0f} MB", peak < 500e6),
@@ -165,13 +166,13 @@ def planning(count: int, runs: int, peak: int) -> Comparison:
             "rows_unlike_trl": unlike,
             "times_trl": fastest / seconds,
             "floor_s": floor,
-            "floor": "one sort of the lengths",
+            "floor": "sorting the lengths once",
         },
     )
 
 
 def copying(count: int, runs: int) -> Comparison:
-    """Time packing, including the copy of four-byte tokens into packed rows. No target is set for the speedup."""
+    """Measure the time of packing, including copying four-byte tokens into packed rows. The speedup has no target."""
     lengths = real_shaped(count)
     rows = one_span_rows(lengths)
     seconds, packed = median_of(runs, lambda: pack(rows, CAPACITY))
@@ -179,17 +180,17 @@ def copying(count: int, runs: int) -> Comparison:
     trl_seconds, trl_rows = trl_pack(trl_dataset(lengths, np.int32), batch_size=None)
     fill = float(lengths.sum()) / CAPACITY
     return Comparison(
-        f"pack {count:,} rows, {lengths.sum() / 1e6:.0f} M tokens, into rows of {CAPACITY}",
+        f"pack {count:,} rows, {lengths.sum() / 1e6:.0f} million tokens, into rows of {CAPACITY} tokens",
         [
             Timing("chatmill pack, including the copy", seconds, len(packed), fill / len(packed)),
-            Timing(f"{trl_name()}, whole plan", trl_seconds, len(trl_rows), fill / len(trl_rows)),
+            Timing(f"{trl_name()}, all rows at once", trl_seconds, len(trl_rows), fill / len(trl_rows)),
         ],
         [],
         {
             "tokens": int(lengths.sum()),
             "times_trl": trl_seconds / seconds,
             "floor_s": floor,
-            "floor": "one copy of the tokens",
+            "floor": "copying the tokens once",
         },
     )
 
@@ -208,7 +209,7 @@ def in_order(count: int, runs: int) -> Comparison:
         raise SystemExit(f"torchtune: {held} tokens after packing, expected {lengths.sum()}")
     fill = float(lengths.sum()) / CAPACITY
     return Comparison(
-        f"pack {count:,} rows, {lengths.sum() / 1e6:.0f} M tokens, into rows of {CAPACITY}",
+        f"pack {count:,} rows, {lengths.sum() / 1e6:.0f} million tokens, into rows of {CAPACITY} tokens",
         [
             Timing("chatmill pack, including the copy", seconds, len(packed), fill / len(packed)),
             Timing(
@@ -224,7 +225,7 @@ def in_order(count: int, runs: int) -> Comparison:
 
 
 def streaming(count: int, runs: int) -> Comparison:
-    """Time the splitting of conversations into blocks, including injected tokens and masks, on one core. TRL and
+    """Measure how fast conversations are split into blocks on one core, with injected tokens and masks. TRL and
     torchtune do not support this.
     """
     rows = post_training_rows(count)
@@ -239,10 +240,10 @@ def streaming(count: int, runs: int) -> Comparison:
         )
     floor, _ = median_of(runs, rows.ids.copy)
     return Comparison(
-        f"split {count:,} conversations, {len(rows.ids) / 1e6:.1f} M tokens, into stream blocks, one core",
+        f"split {count:,} conversations, {len(rows.ids) / 1e6:.1f} million tokens, into stream blocks, one core",
         timings,
         promises,
-        {"tokens": len(rows.ids), "mtok": speeds, "floor_s": floor, "floor": "one copy of the tokens"},
+        {"tokens": len(rows.ids), "mtok": speeds, "floor_s": floor, "floor": "copying the tokens once"},
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flame import hottest
-from lines import LINES, Line, Results, digits, lines, megabytes, seconds
+from lines import LINES, SEARCHES, Line, Results, digits, lines, megabytes, seconds
 from targets import left_lines, target_table
 from train_lines import MODELS, TRAIN_LINES
 from train_report import measured_on, pairs
@@ -36,7 +36,7 @@ def table(shown: list[Line]) -> str:
     """Return a Markdown table of comparisons, without empty columns."""
     rows = [
         {
-            "": line.what,
+            "task": line.what,
             "chatmill": line.ours,
             "floor": line.floor,
             "speed relative to floor": "" if line.share is None else f"{line.share:.2f}",
@@ -46,7 +46,7 @@ def table(shown: list[Line]) -> str:
         }
         for line in shown
     ]
-    names = [name for name in rows[0] if not name or any(row[name] for row in rows)]
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
     right = {"chatmill", "speed relative to floor", "speedup over peer", "peak memory"}
     return _markdown(names, [[row[name] for name in names] for row in rows], right={*right})
 
@@ -103,12 +103,21 @@ def _targets(results: Results, before: str = "") -> str:
 
 def _rendering(results: Results) -> list[str]:
     found = results["render"]
-    return [_say("render", mtok=found["tokens"] / 1e6, **found, **found["differ"])]
+    return [_say("render", mtok=found["tokens"] / 1e6, **found, **found["differ"]), _agreement(found["differ"])]
+
+
+def _agreement(differ: Any) -> str:
+    """Say in how many of the compared conversations the token ids and the loss masks differ."""
+    same_ids = differ["rows"] - differ["ids_differ"]
+    masks = "all of them" if differ["masks_differ"] == same_ids else f"{differ['masks_differ']:,} of them"
+    if differ["ids_differ"]:
+        return _say("ids_differ", masks=masks, **differ)
+    return _say("masks_differ" if differ["masks_differ"] else "agree", masks=masks, **differ)
 
 
 def _template(results: Results) -> list[str]:
     differ = results["template"]["differ"]
-    said = [_say("template", **differ)]
+    said = [_say("template", **differ), _agreement(differ)]
     for side, text in (("peer", "template_there"), ("chatmill", "template_here")):
         if tokens := differ["trained_by_one"][side]:
             names = {"Ċ": "\\n", "Ġ": " "}
@@ -116,25 +125,22 @@ def _template(results: Results) -> list[str]:
             said.append(_say(text, tokens=shown))
     if certify := results.get("certify"):
         names_of = ", ".join(f"`{name}`" for name in certify["refused"])
-        said.append(_say("certify", **{**certify, "refused": f" (not {names_of})" if names_of else ""}))
+        said.append(_say("certify", **{**certify, "refused": f" (all except {names_of})" if names_of else ""}))
     return said
 
 
 def _packing(results: Results) -> list[str]:
     found = results["pack"]
     plan, figures = found["plan"]["timings"], found["plan"]["figures"]
-    said = _say(
-        "pack",
-        title=found["plan"]["title"],
-        where="in the row where" if figures["equal_to_naive"] else "**not** in the row where",
-        trl_rows=plan[2]["rows"],
-        bins=figures["bins"],
-        unlike=figures["rows_unlike_trl"],
-        batch_rows=plan[4]["rows"],
-        batch_fill=plan[4]["fill"],
-        fill=plan[0]["fill"],
-    )
-    return [said, _say("pack_torchtune" if "order" in found else "pack_no_torchtune"), _say("pack_blocks")]
+    assigns = "assigns" if figures["equal_to_naive"] else "does **not** assign"
+    unlike = figures["rows_unlike_trl"]
+    return [
+        _say("pack", title=found["plan"]["title"], assigns=assigns),
+        _say("pack_unlike" if unlike else "pack_same", bins=figures["bins"], trl_rows=plan[2]["rows"], unlike=unlike),
+        _say("pack_batches", batch_rows=plan[4]["rows"], batch_fill=plan[4]["fill"], fill=plan[0]["fill"]),
+        _say("pack_torchtune" if "order" in found else "pack_no_torchtune"),
+        _say("pack_blocks"),
+    ]
 
 
 def _preparing(results: Results) -> list[str]:
@@ -164,18 +170,20 @@ def _beside_trl(found: Any, text: str) -> list[str]:
 
 def _near_duplicates(results: Results) -> list[str]:
     found = results["near"]["beside"]
-    return [_say("near", changed=found["changed"], removed=found["removed"], peer_removed=found["peer_removed"])]
+    return [_say("near", **found)]
 
 
 def _loading(results: Results) -> list[str]:
     found = results["load"]
     compared = [shape["compared"] for shape in found["shapes"]]
+    seen = " and ".join(f"{one['conversations']:,}" for one in compared)
+    differ = " and ".join(f"{one['differ']:,}" for one in compared)
+    agreement = "load_differ" if any(one["differ"] for one in compared) else "load_agree"
     return [
         _say(
             "load",
             conversations=found["conversations"],
-            seen=" and ".join(f"{one['conversations']:,}" for one in compared),
-            differ=" and ".join(str(one["differ"]) for one in compared),
+            agreement=_say(agreement, seen=seen, differ=differ),
             numpy=" and ".join(digits(shape["times_numpy"]) for shape in found["shapes"]),
         )
     ]
@@ -184,7 +192,7 @@ def _loading(results: Results) -> list[str]:
 def _opening(results: Results) -> list[str]:
     said = [_say("open")]
     if found := results.get("open"):
-        speeds = " and ".join(f"{speed:.0f} Mtok/s as {bits}" for bits, speed in found["write_mtok"].items())
+        speeds = " and ".join(f"{speed:.0f} Mtok/s with {bits} ids" for bits, speed in found["write_mtok"].items())
         said.append(_say("open_wrote", speeds=speeds))
     return said
 
@@ -200,41 +208,41 @@ def _rollouts(results: Results) -> list[str]:
 
 def _viewing(results: Results) -> list[str]:
     found = results["view"]
-    hits = "; ".join(f"{what} {seconds(taken)}" for what, taken in found["search_s"].items())
+    hits = [f"{seconds(taken)} for {SEARCHES[what]}" for what, taken in found["search_s"].items()]
     before, after = found["first_page_ms"]
     size = {"index_mb": found["index_bytes"] / 1e6, "scan": seconds(found["scan_s"])}
-    return [_say("view", before=before, after=after, hits=hits, **size, **found)]
+    return [_say("view", before=before, after=after, hits=f"{', '.join(hits[:-1])}, and {hits[-1]}", **size, **found)]
 
 
 SECTIONS: list[tuple[tuple[str, ...], str, Callable[[Results], list[str]]]] = [
     (("render",), "Rendering", _rendering),
     (("template",), "Chat templates", _template),
     (("pack",), "Packing and blocks", _packing),
-    (("prepare", "prepare_template"), "Preparing", _preparing),
-    (("near",), "Near-duplicates", _near_duplicates),
+    (("prepare", "prepare_template"), "Preparing datasets", _preparing),
+    (("near",), "Removing near-duplicates", _near_duplicates),
     (("load",), "Loading", _loading),
-    (("open", "growth"), "Opening and verifying", _opening),
+    (("open", "growth"), "Opening and verifying datasets", _opening),
     (("remote",), "Loading from a bucket", _bucket),
     (("rollout",), "Rollout targets", _rollouts),
-    (("view",), "Viewing", _viewing),
+    (("view",), "Viewer", _viewing),
 ]
 
 
 def _growth(results: Results) -> list[str]:
     sizes = results["growth"]["sizes"]
     shown: list[tuple[str, Callable[[Any], str]]] = [
-        ("tokens", lambda size: f"{size['tokens'] / 1e6:,.1f} M"),
-        ("prepare", lambda size: seconds(size["prepare"]["seconds"])),
-        ("prepare, million tokens per second", lambda size: digits(size["tokens"] / size["prepare"]["seconds"] / 1e6)),
-        ("prepare, memory of all processes", lambda size: megabytes(size["prepare"]["memory"])),
-        ("open and read one episode", lambda size: seconds(size["open"]["ms"] / 1e3)),
-        ("open, memory", lambda size: megabytes(size["open"]["memory"])),
-        ("verify", lambda size: seconds(size["verify"]["quick_s"])),
-        ("verify --full", lambda size: seconds(size["verify"]["full_s"])),
-        ("verify --full, memory", lambda size: megabytes(size["verify"]["memory"])),
-        ("a batch of (16, 4096)", lambda size: seconds(size["load"]["ms"] / 1e3)),
-        ("first batch", lambda size: seconds(size["load"]["first_ms"] / 1e3)),
-        ("load, memory", lambda size: megabytes(size["load"]["memory"])),
+        ("tokens", lambda size: f"{size['tokens'] / 1e6:,.1f} million"),
+        ("prepare: time", lambda size: seconds(size["prepare"]["seconds"])),
+        ("prepare: million tokens per second", lambda size: digits(size["tokens"] / size["prepare"]["seconds"] / 1e6)),
+        ("prepare: memory of all processes", lambda size: megabytes(size["prepare"]["memory"])),
+        ("open and read one episode: time", lambda size: seconds(size["open"]["ms"] / 1e3)),
+        ("open and read one episode: memory", lambda size: megabytes(size["open"]["memory"])),
+        ("`chatmill verify`: time", lambda size: seconds(size["verify"]["quick_s"])),
+        ("`chatmill verify --full`: time", lambda size: seconds(size["verify"]["full_s"])),
+        ("`chatmill verify --full`: memory", lambda size: megabytes(size["verify"]["memory"])),
+        ("load a batch of (16, 4096): time", lambda size: seconds(size["load"]["ms"] / 1e3)),
+        ("load the first batch: time", lambda size: seconds(size["load"]["first_ms"] / 1e3)),
+        ("load: memory", lambda size: megabytes(size["load"]["memory"])),
     ]
     names = [f"{size['conversations']:,}" for size in sizes]
     said = [_say("growth")]
@@ -243,7 +251,11 @@ def _growth(results: Results) -> list[str]:
         count = results["prepare"]["conversations"]
         said.append(_say("growth_trl", conversations=count, seconds=seconds(peer["seconds"]), memory=memory))
     rows = [[what, *(show(size) for size in sizes)] for what, show in shown]
-    return ["## Growth", _wrapped(*said), _markdown(["conversations", *names], rows, right={*names})]
+    return [
+        "## Time and memory by dataset size",
+        _wrapped(*said),
+        _markdown(["conversations", *names], rows, right={*names}),
+    ]
 
 
 def _training(found: dict[str, Any]) -> list[str]:
@@ -253,13 +265,13 @@ def _training(found: dict[str, Any]) -> list[str]:
     said = [_say("train", title=measured_on(good), best=" to ".join(dict.fromkeys([best[0], best[-1]])))]
     failed = [f"{TRAIN_LINES[name].what} ({one['error']})" for name, one in found.items() if "error" in one]
     said += [_say("train_failed", what="; ".join(failed))] if failed else []
-    names = ["model", "", "frozen weights", "trained weights", "gradients", "optimizer state", "matrix products"]
+    names = ["model", "setup", "frozen weights", "trained weights", "gradients", "optimizer state", "matrix products"]
     right = [
         "real tokens/s",
-        "GiB",
-        "reserved",
+        "peak memory (GiB)",
+        "reserved memory (GiB)",
         "ms per step",
-        "data wait",
+        "share of time waiting for data",
         "speed relative to the fastest matrix product",
     ]
     rows = []
@@ -280,7 +292,8 @@ def _training(found: dict[str, Any]) -> list[str]:
     compared = [
         [
             _model(line.model),
-            f"{line.what.removeprefix('chatmill, ')}; {peer.what}",
+            line.what.removeprefix("chatmill, "),
+            peer.what,
             str(line.precision),
             _times(good[line.name]["tokens_per_s"] / good[peer.name]["tokens_per_s"]),
             f"{good[line.name]['gib'] / good[peer.name]['gib']:.2f}",
@@ -288,8 +301,8 @@ def _training(found: dict[str, Any]) -> list[str]:
         for line, peer in pairs(dict(sorted(good.items(), key=_rank)))
     ]
     if compared:
-        names = ["model", "chatmill; peer", "precision", "speed / peer's", "memory / peer's"]
-        parts += [_wrapped(_say("train_equal")), _markdown(names, compared, right={*names[3:]})]
+        names = ["model", "chatmill", "peer", "precision", "speed relative to peer", "memory relative to peer"]
+        parts += [_wrapped(_say("train_equal")), _markdown(names, compared, right={*names[4:]})]
     return parts
 
 
@@ -298,7 +311,7 @@ def _rank(named: tuple[str, Any]) -> tuple[int, int]:
 
 
 def _model(name: str) -> str:
-    return f"{name[:-1]} {name[-1].upper()}"
+    return name.upper()
 
 
 def with_training(text: str, gpu: dict[str, Any]) -> str:
@@ -334,7 +347,7 @@ def _profiles(results: Results) -> list[str]:
         if name in results:
             said.append(_say(f"remains_{name}", share=SHARES[name](results)))
         rows = [[f"`{frame}`", f"{own:.0%}", f"{whole:.0%}"] for frame, own, whole in hottest(part["stacks"])]
-        names = ["function", "in itself", "including callees"]
+        names = ["function", "without callees", "with callees"]
         parts += [
             f"### {title[0].upper()}{title[1:]}",
             f"![{title}](flame-{name}.svg)",

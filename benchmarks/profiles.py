@@ -1,9 +1,9 @@
-"""Profile the parts of chatmill that are furthest from the best possible speed (`make profile`).
+"""Profile the parts of chatmill that are furthest from their floors (`make profile`).
 
     python benchmarks/profiles.py [--conversations N] [--json]
 
-py-spy samples each part in a separate process. Only samples below the part's own function are counted, which
-excludes start-up.
+py-spy samples each part in a separate process. Only samples in the function that performs the part, and in
+its callees, are counted. This excludes start-up.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ class Part(NamedTuple):
 
 
 PARTS = [
-    Part("prepare", "preparing: two workers and the main process", ("run_unit", "prepare")),
+    Part("prepare", "preparing a dataset: two workers and the main process", ("run_unit", "prepare")),
     Part(
-        "prepare_template", "preparing with a chat template: two workers and the main process", ("run_unit", "prepare")
+        "prepare_template",
+        "preparing a dataset with a chat template: two workers and the main process",
+        ("run_unit", "prepare"),
     ),
     Part("load", "loading: packed batches of (16, 4096) with an audit log", ("get_batch", "_fill")),
-    Part("template", "chat templates: reading, deriving, rendering", ("side",)),
+    Part("template", "chat templates: reading records, deriving layouts, rendering", ("side",)),
 ]
 
 
@@ -62,7 +64,7 @@ def main() -> None:
     for part_found in parts:
         lines.append((part_found["title"], f"{part_found['samples']} samples"))
         lines += [
-            (f"  {frame}", f"{own:.1%}, {whole:.1%} including callees")
+            (f"  {frame}", f"{own:.1%} without callees, {whole:.1%} with callees")
             for frame, own, whole in hottest(part_found["stacks"])
         ]
     figures: dict[str, Any] = {"conversations": data.conversations, "parts": parts, "versions": versions("py-spy")}

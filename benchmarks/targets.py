@@ -22,7 +22,7 @@ class Target:
     most: bool = False
     """Whether the limit is an upper limit."""
     left: str = ""
-    """What the profile says about the remaining time, shown on the page if the target is missed."""
+    """Why the target may be missed, shown on the page if it is missed."""
 
     def held(self, results: Results) -> float | None:
         """Return the measured value from the results of a benchmark run, or None if it was not measured."""
@@ -36,12 +36,12 @@ class Target:
 
 
 def target_table(results: Results, before: str = "") -> str:
-    """Return a Markdown table of targets, with the wanted value, the measured value, and whether the target is met.
+    """Return a Markdown table of targets, with the required value, the measured value, and whether the target is met.
 
     A target without a result keeps its row from the table `before`.
     """
     kept = {row.split(" | ")[0]: row for row in before.splitlines()}
-    rows = ["| target | wanted | measured | |", "|---|---:|---:|---|"]
+    rows = ["| target | required | measured | result |", "|---|---:|---:|---|"]
     for target in TARGETS:
         value = target.held(results)
         wanted = f"{'at most' if target.most else 'at least'} {target.wanted:,g}{target.unit}"
@@ -55,7 +55,7 @@ def target_table(results: Results, before: str = "") -> str:
 def left_lines(table: str) -> list[str]:
     """Return a Markdown list item for each missed target in a table, with the explanation in `Target.left`."""
     gone = {row.split(" | ")[0] for row in table.splitlines() if row.endswith("| **missed** |")}
-    return [f"- {target.what}: {target.left}" for target in TARGETS if target.left and f"| {target.what}" in gone]
+    return [f"- *{target.what}*: {target.left}" for target in TARGETS if target.left and f"| {target.what}" in gone]
 
 
 def missed(results: Results) -> list[str]:
@@ -72,7 +72,7 @@ def _gpu(results: Results, line: str, key: str = "gib") -> float:
 
 
 def _speed_kept(results: Results) -> float:
-    """Return the speed of the fastest 4 B configuration within the memory limit, relative to the 4 B configuration with
+    """Return the speed of the fastest 4B configuration within the memory limit, relative to the 4B configuration with
     float32 master weights.
     """
     small = [name for name in ("4b-own-adamw_bf16", "4b-own-adamw8bit") if _gpu(results, name) <= FULL_GIB]
@@ -81,24 +81,26 @@ def _speed_kept(results: Results) -> float:
 
 
 TARGETS = [
-    Target("rendering on all cores: speed relative to bare encoding", 0.75, lambda r: r["render"]["share_of_encoding"]),
+    Target(
+        "rendering on all cores: speed relative to tokenization alone", 0.75, lambda r: r["render"]["share_of_encoding"]
+    ),
     Target("rendering: speedup over transformers", 30, lambda r: r["render"]["times_transformers"], " times", 1),
     Target(
-        "rendering a list on all cores: speedup over one thread",
+        "rendering a list of records on all cores: speedup over one thread",
         1.5,
         lambda r: r["render"]["times_threads"],
         " times",
     ),
     Target("chat templates: speedup over transformers", 10, lambda r: r["template"]["times_transformers"], " times", 1),
     Target(
-        "chat templates: number of TRL's 41 templates that pass `certify`",
+        "chat templates: number of TRL's 41 templates that pass `chatmill certify`",
         37,
         lambda r: r["certify"]["certified"],
         "",
         0,
     ),
     Target(
-        "chat templates: share of templates in which two independent methods find the answers",
+        "chat templates: share of templates for which two independent methods find the assistant's answers",
         0.5,
         lambda r: r["certify"]["both_derivations"] / r["certify"]["templates"],
     ),
@@ -111,12 +113,20 @@ TARGETS = [
         most=True,
     ),
     Target("packing: speedup over TRL", 100, lambda r: r["pack"]["plan"]["figures"]["times_trl"], " times", 1),
-    Target("packing: memory", 500, lambda r: r["pack"]["memory"]["plan"] / 1e6, " MB", 0, most=True),
+    Target("packing: peak memory", 500, lambda r: r["pack"]["memory"]["plan"] / 1e6, " MB", 0, most=True),
     Target(
-        "stream blocks of 1024, one core", 20, lambda r: r["pack"]["blocks"]["figures"]["mtok"]["1024"], " Mtok/s", 0
+        "splitting into stream blocks of 1024 tokens, one core",
+        20,
+        lambda r: r["pack"]["blocks"]["figures"]["mtok"]["1024"],
+        " Mtok/s",
+        0,
     ),
     Target(
-        "stream blocks of 4096, one core", 20, lambda r: r["pack"]["blocks"]["figures"]["mtok"]["4096"], " Mtok/s", 0
+        "splitting into stream blocks of 4096 tokens, one core",
+        20,
+        lambda r: r["pack"]["blocks"]["figures"]["mtok"]["4096"],
+        " Mtok/s",
+        0,
     ),
     Target("preparing: speedup over TRL", 60, lambda r: r["prepare"]["peers"]["trl"]["times"], " times", 1),
     Target(
@@ -125,7 +135,7 @@ TARGETS = [
         lambda r: r["prepare_template"]["peers"]["trl"]["times"],
         " times",
         1,
-        left="see the next line; TRL takes as long as with ChatML.",
+        left="TRL takes about as long as with ChatML, but chatmill takes longer; the next item explains why.",
     ),
     Target(
         "preparing with a chat template: time relative to ChatML",
@@ -133,12 +143,12 @@ TARGETS = [
         lambda r: r["prepare_template"]["seconds"] / r["prepare"]["seconds"],
         " times",
         most=True,
-        left="each worker runs the template for every structure (24 structures, 624 runs, 0.35 s). It also checks "
-        "every row (0.30 s), and adds token positions (0.26 s) and spans (0.14 s).",
+        left="Each worker runs the template for every structure of conversations (24 structures, 624 runs, 0.35 s). It "
+        "also checks every row (0.30 s), and computes token positions (0.26 s) and spans (0.14 s).",
     ),
     Target("preparing: speed relative to the floor", 0.5, lambda r: r["prepare"]["share_of_bare"]),
     Target(
-        "preparing: memory of all processes",
+        "preparing: peak memory of all processes",
         1200,
         lambda r: r["prepare"]["memory"]["chatmill"] / 1e6,
         " MB",
@@ -146,14 +156,14 @@ TARGETS = [
         most=True,
     ),
     Target(
-        "preparing: memory for ten times the data",
+        "preparing ten times the data: peak memory relative to the original data",
         1.10,
         lambda r: r["growth"]["sizes"][2]["prepare"]["memory"] / r["growth"]["sizes"][1]["prepare"]["memory"],
         " times",
         2,
         most=True,
-        left="each worker grows from 75 MB to 108 MB while its word caches fill, and the main process from 28 MB "
-        "to 41 MB.",
+        left="Each worker grows from 75 MB to 108 MB while its caches of tokenized words fill, and the main process "
+        "grows from 28 MB to 41 MB.",
     ),
     Target(
         "preparing on 16 cores: speedup over two cores",
@@ -161,20 +171,26 @@ TARGETS = [
         lambda r: r["cores"]["times"]["16"],
         " times",
         1,
-        left="16 cores of an Intel Xeon prepare 500,000 conversations in 2.97 s, and two cores in 12.8 s. Writing "
-        "takes 1.7 s, because 16 processes need two rounds for 21 shards. The main process is busy for 0.6 s.",
+        left="On an Intel Xeon, 16 cores prepare 500,000 conversations in 2.97 s, and two cores in 12.8 s. Writing "
+        "takes 1.7 s, because 16 processes need two rounds to write 21 shards. The main process is busy for 0.6 s.",
     ),
     Target("start-up: `chatmill --help`", 0.15, lambda r: r["startup"]["help_s"], " s", most=True),
     Target(
-        "start-up: prepare 100 records with a vocabulary of 128,000",
+        "start-up: `chatmill prepare` for 100 records with a vocabulary of 128,000 tokens",
         1,
         lambda r: r["startup"]["prepare_s"],
         " s",
         most=True,
     ),
-    Target("20 million episodes: open the dataset", 200, lambda r: r["open"]["open_ms"], " ms", most=True),
     Target(
-        "20 million episodes: read a random episode, warm",
+        "dataset of 20 million episodes: time to open it and read one episode",
+        200,
+        lambda r: r["open"]["open_ms"],
+        " ms",
+        most=True,
+    ),
+    Target(
+        "dataset of 20 million episodes: time to read a random episode, cached",
         50,
         lambda r: r["open"]["read_us"]["tokens and mask"][0],
         " µs",
@@ -182,39 +198,57 @@ TARGETS = [
         most=True,
     ),
     Target(
-        "20 million episodes: read a whole row with its spans, warm",
+        "dataset of 20 million episodes: time to read a whole row with its spans, cached",
         50,
         lambda r: r["open"]["read_us"]["rows with spans and origins"][0],
         " µs",
         0,
         most=True,
-        left="reading the tokens and the mask takes 16 µs of 100 µs, and building the spans and origins the rest.",
+        left="Reading the tokens and the mask takes 16 µs of the 100 µs; building the spans and the origin of the row "
+        "takes the rest.",
     ),
-    Target("batches of (8, 512): speedup over datasets and TRL", 25, lambda r: _shape(r, 0)["times"], " times", 1),
-    Target("batches of (16, 4096): speedup over datasets and TRL", 50, lambda r: _shape(r, 1)["times"], " times", 1),
     Target(
-        "batches of (16, 4096): speedup over datasets with numpy rows",
+        "loading padded batches of (8, 512): speedup over datasets and TRL",
+        25,
+        lambda r: _shape(r, 0)["times"],
+        " times",
+        1,
+    ),
+    Target(
+        "loading packed batches of (16, 4096): speedup over datasets and TRL",
+        50,
+        lambda r: _shape(r, 1)["times"],
+        " times",
+        1,
+    ),
+    Target(
+        "loading packed batches of (16, 4096): speedup over datasets with numpy rows",
         8,
         lambda r: _shape(r, 1)["times_numpy"],
         " times",
         1,
     ),
     Target(
-        "batches of (16, 4096): slowdown with an audit log",
+        "loading packed batches of (16, 4096): slowdown with an audit log",
         1.3,
         lambda r: _shape(r, 1)["batch_ms"]["logged"] / _shape(r, 1)["batch_ms"]["ours"],
         " times",
         most=True,
-        left="building the rows of a batch takes 0.37 ms of CPU time, and the SHA-256 of their 272 KB another 0.16 ms.",
+        left="Building the rows of a batch takes 0.37 ms of CPU time, and hashing their 272 KB with SHA-256 takes "
+        "another 0.16 ms.",
     ),
     Target(
-        "order of 10^9 episodes: look up one position", 1, lambda r: r["load"]["billion"]["order_ms"], " ms", most=True
+        "shuffled order of 10^9 episodes: time to look up one position",
+        1,
+        lambda r: r["load"]["billion"]["order_ms"],
+        " ms",
+        most=True,
     ),
     Target(
-        "loader over 10^9 episodes: memory", 300, lambda r: r["load"]["billion"]["memory"] / 1e6, " MB", 0, most=True
+        "loading from 10^9 episodes: memory", 300, lambda r: r["load"]["billion"]["memory"] / 1e6, " MB", 0, most=True
     ),
     Target(
-        "mixing: largest deviation from a share over 100,000 positions, in rows",
+        "mixing sources: largest deviation from a source's expected number of rows, over 100,000 rows",
         1,
         lambda r: r["mix"]["farthest_rows"],
         "",
@@ -222,66 +256,91 @@ TARGETS = [
         most=True,
     ),
     Target(
-        "mixing by trained tokens: largest deviation from a share",
+        "mixing sources by trained tokens: largest deviation from a source's requested share",
         0.5,
         lambda r: 100 * r["mix"]["trained_error"],
-        " %",
+        "%",
         2,
         most=True,
     ),
     Target(
-        "loading from a bucket, cold: share of a 100 MB/s link used until the first batch",
+        "loading from a bucket, cold cache: share of the bandwidth (100 MB/s) used until the first batch",
         0.8,
         lambda r: r["remote"]["cold_first"],
     ),
     Target(
-        "loading from a bucket, cold: share of a 100 MB/s link used over a shuffled epoch",
+        "loading from a bucket, cold cache: share of the bandwidth (100 MB/s) used over a shuffled epoch",
         0.8,
         lambda r: r["remote"]["cold_epoch"],
-        left="a shuffled epoch needs nearly all files for its first batch, so downloading and loading do not overlap.",
+        left="A shuffled epoch needs nearly all files for its first batch, so downloading and loading do not overlap.",
     ),
-    Target("loading from a bucket, warm: speed relative to the local loader", 0.95, lambda r: r["remote"]["warm"]),
-    Target("training 0.6 B: real tokens", 110_000, lambda r: _gpu(r, "0.6b-own-adamw", "tokens_per_s"), " /s", 0),
     Target(
-        "training 0.6 B: real tokens, stretch goal",
+        "loading from a bucket, warm cache: speed relative to loading a local dataset",
+        0.95,
+        lambda r: r["remote"]["warm"],
+    ),
+    Target(
+        "training a 0.6B model: tokens per second (padding not counted)",
+        110_000,
+        lambda r: _gpu(r, "0.6b-own-adamw", "tokens_per_s"),
+        "",
+        0,
+    ),
+    Target(
+        "training a 0.6B model: tokens per second (padding not counted), stretch goal",
         TOKENS,
         lambda r: _gpu(r, "0.6b-own-adamw", "tokens_per_s"),
-        " /s",
+        "",
         0,
-        left="a step takes 243 ms: 145 ms for matrix products (at 90 % of the speed of the fastest one), "
-        "37 ms for attention, and 40 ms for elementwise operations (using most of the memory bandwidth). GPUs differ: "
-        "another H200, with matrix products at 804 instead of 787 TFLOP/s, reached 137,315 tokens/s.",
+        left="A step takes 243 ms, including 145 ms for matrix products (at 90% of the speed of the fastest one), "
+        "37 ms for attention, and 40 ms for elementwise operations (which use most of the memory bandwidth). GPUs of "
+        "the same model differ in speed: another H200, whose fastest matrix product reached 804 instead of 787 "
+        "TFLOP/s, trained at 137,315 tokens per second.",
     ),
-    Target("training 0.6 B: GPU memory", 60, lambda r: _gpu(r, "0.6b-own-adamw"), " GiB", 1, most=True),
+    Target("training a 0.6B model: GPU memory", 60, lambda r: _gpu(r, "0.6b-own-adamw"), " GiB", 1, most=True),
     Target(
-        "training 0.6 B: time spent waiting for data",
+        "training a 0.6B model: share of time spent waiting for data",
         100 * WAIT,
         lambda r: 100 * _gpu(r, "0.6b-own-adamw", "wait"),
-        " %",
+        "%",
         2,
         most=True,
     ),
     Target(
-        "training 150 M: speed relative to the fastest matrix product",
+        "training a 150M model: speed relative to the fastest matrix product",
         100 * SHARE,
         lambda r: 100 * _gpu(r, "150m-own-adamw", "tflops") / _gpu(r, "150m-own-adamw", "best_tflops"),
-        " %",
+        "%",
         0,
     ),
-    Target(f"training 4 B in {FULL_GIB:.0f} GiB: speed relative to float32 master weights", SPEED, _speed_kept),
-    Target("training 8 B, LoRA: GPU memory", LORA_GIB, lambda r: _gpu(r, "8b-hf-lora"), " GiB", 1, most=True),
-    Target("training 8 B, QLoRA: GPU memory", QLORA_GIB, lambda r: _gpu(r, "8b-hf-qlora"), " GiB", 1, most=True),
     Target(
-        "training 8 B, QLoRA, activation offload: GPU memory",
+        f"training a 4B model in {FULL_GIB:.0f} GiB: speed relative to training with float32 master weights",
+        SPEED,
+        _speed_kept,
+    ),
+    Target(
+        "training an 8B model with LoRA: GPU memory", LORA_GIB, lambda r: _gpu(r, "8b-hf-lora"), " GiB", 1, most=True
+    ),
+    Target(
+        "training an 8B model with QLoRA: GPU memory", QLORA_GIB, lambda r: _gpu(r, "8b-hf-qlora"), " GiB", 1, most=True
+    ),
+    Target(
+        "training an 8B model with QLoRA and activation offloading: GPU memory",
         OFFLOAD_GIB,
         lambda r: _gpu(r, "8b-hf-qlora-offload"),
         " GiB",
         1,
         most=True,
     ),
-    Target("rollout targets, one core", 1000, lambda r: r["rollout"]["targets_per_second"], " /s", 0),
     Target(
-        "viewer, a million episodes: load the first page",
+        "building rollout targets: number per second on one core",
+        1000,
+        lambda r: r["rollout"]["targets_per_second"],
+        "",
+        0,
+    ),
+    Target(
+        "viewer with a million episodes: time to load the first page",
         300,
         lambda r: max(r["view"]["first_page_ms"]),
         " ms",
@@ -289,7 +348,7 @@ TARGETS = [
         most=True,
     ),
     Target(
-        "viewer, a million episodes: find the first hit",
+        "viewer with a million episodes: time to find the first match",
         2,
         lambda r: r["view"]["search_s"]["a text in one episode"] if r["view"]["found"] else float("inf"),
         " s",

@@ -1,6 +1,6 @@
 """The models and configurations of benchmarks/train.py. A configuration is one way to train one model.
 
-The name of a configuration starts with its model, so `--only 4b` selects all configurations of the 4 B model.
+The name of a configuration starts with its model, so `--only 4b` selects all configurations of the 4B model.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TrainLine:
     model: str
     precision: Precision
     own: bool = False
-    """Whether to use chatmill's own GPT instead of transformers' Qwen3."""
+    """Whether to use chatmill's built-in GPT instead of transformers' Qwen3."""
     optimizer: str = "adamw"
     fp8: bool = False
     checkpointing: bool = False
@@ -86,8 +86,7 @@ class TrainLine:
         return self.side != "usual"
 
 
-OWN, HF = "own GPT", "transformers' Qwen3"
-LIGER = "transformers, Liger, FlexAttention"
+OWN, HF = "built-in GPT", "transformers' Qwen3"
 
 
 def ours(model: str, *, own: bool, of: Precision, then: str, title: str = "", **more: Any) -> TrainLine:
@@ -102,7 +101,7 @@ def peers(model: str, *, of: Precision, then: str, title: str, **more: Any) -> I
     """
     plain = TrainLine(
         name=f"{model}-peer-{then}",
-        what=f"{LIGER}, {title}",
+        what=f"transformers, Liger kernels, FlexAttention, {title}",
         side="peer",
         model=model,
         precision=of,
@@ -110,9 +109,7 @@ def peers(model: str, *, of: Precision, then: str, title: str, **more: Any) -> I
         **more,
     )
     yield plain
-    compiled = f"{LIGER}'s loss, compiled, {title}".replace(
-        "Liger, FlexAttention's loss", "Liger's loss, FlexAttention"
-    )
+    compiled = f"transformers, Liger's fused loss, FlexAttention, compiled, {title}"
     yield replace(plain, name=f"{plain.name}-compiled", what=compiled, liger="loss", compiled=True)
 
 
@@ -120,12 +117,12 @@ def full(model: str, **more: Any) -> Iterator[TrainLine]:
     """Yield the configurations for full fine-tuning: chatmill with three optimizers, and transformers with bfloat16 and
     with float32 weights.
     """
-    yield ours(model, own=True, of=MASTERS, then="adamw", title="adamw (float32 masters)", **more)
+    yield ours(model, own=True, of=MASTERS, then="adamw", title="adamw (float32 master weights)", **more)
     yield ours(model, own=True, of=HALF, then="adamw_bf16", optimizer="adamw_bf16", **more)
     yield from peers(model, of=HALF, then="bf16", title="bf16 weights, fused AdamW", **more)
-    yield from peers(model, of=MASTERS, then="fp32", title="float32 masters, autocast, fused AdamW", **more)
+    yield from peers(model, of=MASTERS, then="fp32", title="float32 master weights, autocast, fused AdamW", **more)
     yield ours(model, own=True, of=STATE8, then="adamw8bit", optimizer="adamw8bit", **more)
-    yield ours(model, own=False, of=MASTERS, then="adamw", title="adamw (float32 masters)", **more)
+    yield ours(model, own=False, of=MASTERS, then="adamw", title="adamw (float32 master weights)", **more)
     yield ours(model, own=False, of=HALF, then="adamw_bf16", optimizer="adamw_bf16", **more)
 
 
@@ -138,15 +135,17 @@ def _lines() -> Iterator[TrainLine]:
     yield ours("8b", own=False, of=LORA, then="lora", title="LoRA r=16", **kept)
     yield from peers("8b", of=LORA, then="lora", title="peft LoRA r=16", **kept, **slow)
     yield from full("4b", **kept)
-    yield ours("4b", own=True, of=FLOAT8, then="fp8", title="adamw, fp8", fp8=True, **kept)
+    yield ours("4b", own=True, of=FLOAT8, then="fp8", title="adamw, fp8 matrix products", fp8=True, **kept)
     yield ours("8b", own=False, of=QLORA, then="qlora", title="QLoRA r=16", **kept)
-    yield ours("8b", own=False, of=QLORA, then="qlora-offload", title="QLoRA r=16, offload", offload=True, **kept)
+    yield ours(
+        "8b", own=False, of=QLORA, then="qlora-offload", title="QLoRA r=16, activation offloading", offload=True, **kept
+    )
     yield from peers("8b", of=QLORA, then="qlora", title="bitsandbytes and peft QLoRA r=16", **kept, **slow)
     yield from full("1.7b", **some)
-    yield ours("1.7b", own=True, of=FLOAT8, then="fp8", title="adamw, fp8", fp8=True, **some)
+    yield ours("1.7b", own=True, of=FLOAT8, then="fp8", title="adamw, fp8 matrix products", fp8=True, **some)
     bits = replace(next(peers("4b", of=STATE8, then="8bit", title="bf16 weights, bitsandbytes' AdamW8bit", **kept)))
     yield replace(bits, optimizer="adamw8bit")
-    yield ours("150m", own=True, of=MASTERS, then="adamw", title="adamw (float32 masters)", **many)
+    yield ours("150m", own=True, of=MASTERS, then="adamw", title="adamw (float32 master weights)", **many)
     best = next(peers("0.6b", of=HALF, then="bf16", title="bf16 weights, fused AdamW", **many))
     yield replace(
         best, name="0.6b-peer-bf16-compiled-liger", what=best.what.replace("bf16", "compiled, bf16"), compiled=True
@@ -162,7 +161,7 @@ def _lines() -> Iterator[TrainLine]:
         steps=10,
     )
     yield usual
-    padded = "transformers, padded to the longest, 8 rows, bf16 weights"
+    padded = "transformers, padded to the longest conversation, 8 rows, bf16 weights"
     yield replace(usual, name="0.6b-usual-padded", what=padded, packed=False, rows=8)
 
 
