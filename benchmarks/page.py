@@ -347,7 +347,7 @@ def _profiles(results: Results) -> list[str]:
         if name in results:
             said.append(_say(f"remains_{name}", share=SHARES[name](results)))
         rows = [[f"`{frame}`", f"{own:.0%}", f"{whole:.0%}"] for frame, own, whole in hottest(part["stacks"])]
-        names = ["function", "without callees", "with callees"]
+        names = ["function", "samples in the function itself", "samples including callees"]
         parts += [
             f"### {title[0].upper()}{title[1:]}",
             f"![{title}](flame-{name}.svg)",

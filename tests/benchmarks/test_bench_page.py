@@ -48,7 +48,7 @@ def test_the_page_equals_the_golden_page(run):
     assert page.page(run) == GOLDEN.read_text("utf-8")
 
 
-def test_a_line_has_both_sides_the_floor_the_ratio_and_both_peaks(run):
+def test_a_row_shows_both_libraries_the_floor_the_speedup_and_both_memory_peaks(run):
     run["prepare"] |= {
         "conversations": 50_000,
         "seconds": 2.0,
@@ -72,7 +72,7 @@ def test_where_a_peer_is_faster_the_page_says_so_at_the_top_and_in_the_line(run)
     assert "faster" not in page.page(run).replace("as fast", "")
 
 
-def test_where_a_peer_takes_less_memory_the_page_says_so(run):
+def test_where_a_peer_uses_less_memory_the_page_says_so(run):
     run["prepare"]["peers"]["trl"]["memory"] = 2_000_000
     run["prepare"]["memory"] = {"chatmill": 2_000_001}
     assert "A peer uses less memory for these tasks: prepare and pack 2,000 conversations." in " ".join(
@@ -145,7 +145,7 @@ def test_the_page_names_the_users_own_data(run):
     assert "2,000 conversations (6 MB), with the user's own input and tokenizer." in " ".join(page.page(run).split())
 
 
-def test_code_and_links_are_never_torn_by_the_end_of_a_line(run):
+def test_code_and_links_are_never_broken_across_lines(run):
     for block in page.page(run).split("\n\n"):
         for line in block.splitlines():
             assert line.count("`") % 2 == 0, line
@@ -164,7 +164,7 @@ def test_code_and_links_are_never_torn_by_the_end_of_a_line(run):
         (0.3, "| 0.30 | **missed** |"),
     ],
 )
-def test_a_target_from_below_is_met_at_its_number_and_missed_under_it(run, share, shown):
+def test_a_lower_limit_is_met_at_its_value_and_missed_below_it(run, share, shown):
     run["render"]["share_of_encoding"] = share
     assert row(targets.target_table(run), "rendering on all cores: speed relative") == (
         f"| rendering on all cores: speed relative to tokenization alone | at least 0.75 {shown}"
@@ -174,14 +174,14 @@ def test_a_target_from_below_is_met_at_its_number_and_missed_under_it(run, share
 @pytest.mark.parametrize(
     ("peak", "shown"), [(1.2e9, "1,200 MB | met |"), (1.201e9, "1,201 MB | **missed** |"), (5e8, "500 MB | met |")]
 )
-def test_a_target_from_above_is_met_at_its_number_and_missed_over_it(run, peak, shown):
+def test_an_upper_limit_is_met_at_its_value_and_missed_above_it(run, peak, shown):
     run["prepare"]["memory"]["chatmill"] = peak
     assert row(targets.target_table(run), "preparing: peak memory of all") == (
         f"| preparing: peak memory of all processes | at most 1,200 MB | {shown}"
     )
 
 
-def test_every_target_finds_its_figure_and_those_that_are_missed_are_named(run):
+def test_every_target_has_a_measured_value_and_missed_targets_are_named(run):
     figures = {"tokens_per_s": 1.0, "gib": 1.0}
     more = ("4b-own-adamw", "4b-own-adamw_bf16", "4b-own-adamw8bit", "8b-hf-lora", "8b-hf-qlora", "8b-hf-qlora-offload")
     measured = run | {"gpu": run["gpu"] | dict.fromkeys(more, figures)}
@@ -248,7 +248,7 @@ def test_updating_the_training_section_equals_regenerating_the_page(run):
     assert page.with_training(new, run["gpu"]) == old
 
 
-def test_the_page_says_what_is_left_of_a_missed_target(run):
+def test_the_page_explains_missed_targets(run):
     item = "- *preparing with a chat template: time relative to ChatML*: "
     for times, wanted in ((1.3, 0), (1.31, 1)):
         run["prepare_template"] = run["prepare"] | {"seconds": times * run["prepare"]["seconds"]}
@@ -257,7 +257,7 @@ def test_the_page_says_what_is_left_of_a_missed_target(run):
     assert text.index(item) < text.index("## Rendering")
 
 
-def test_the_last_result_of_a_line_counts_and_unknown_lines_are_ignored(tmp_path):
+def test_the_last_result_of_a_configuration_counts_and_unknown_ones_are_ignored(tmp_path):
     first, second = tmp_path / "a", tmp_path / "b"
     first.write_text('{"line": "4b-own-adamw", "gib": 1}\n{"line": "0.6b-own-adamw", "gib": 2}\n{"line": "gone"}\n')
     second.write_text('{"line": "0.6b-own-adamw", "gib": 3}\n')
@@ -269,7 +269,7 @@ def test_the_last_result_of_a_line_counts_and_unknown_lines_are_ignored(tmp_path
     assert list(found) == ["0.6b-own-adamw", "4b-own-adamw"]
 
 
-def test_one_command_keeps_results_and_updates_the_page(run, tmp_path, monkeypatch, capsys):
+def test_one_command_stores_results_and_updates_the_page(run, tmp_path, monkeypatch, capsys):
     kept, docs, found = (tmp_path / name for name in ("gpu.json", "page.md", "found"))
     kept.write_text(json.dumps(run["gpu"]))
     docs.write_text(page.page(run))
@@ -287,7 +287,7 @@ def test_one_command_keeps_results_and_updates_the_page(run, tmp_path, monkeypat
     assert "python benchmarks/gpu.py FILE" in capsys.readouterr().err
 
 
-def test_lines_are_compared_only_with_peers_of_the_same_model_and_precision():
+def test_configurations_are_compared_only_with_peers_of_the_same_model_and_precision():
     lines_of = train_lines.TRAIN_LINES
     compared = {(ours.name, peer.name) for ours, peer in train_report.pairs({name: {} for name in lines_of})}
     assert ("4b-own-adamw", "4b-peer-fp32") in compared
@@ -300,7 +300,7 @@ def test_lines_are_compared_only_with_peers_of_the_same_model_and_precision():
     assert all(any(part in name for part in ("fp8", "offload", "8bit", "150m")) for name in alone), alone
 
 
-def test_a_promise_fails_if_a_peer_at_equal_precision_is_faster_or_uses_less_memory(run):
+def test_a_target_is_missed_if_a_peer_at_equal_precision_is_faster_or_uses_less_memory(run):
     found = {name: run["gpu"][name] for name in ("0.6b-own-adamw", "0.6b-peer-fp32", "8b-peer-qlora-compiled")}
     held = dict(train_report.targets(found))
     assert held["0.6b-own-adamw: no slower than 0.6b-peer-fp32"]
@@ -312,7 +312,7 @@ def test_a_promise_fails_if_a_peer_at_equal_precision_is_faster_or_uses_less_mem
     assert not held["0.6b-own-adamw: uses no more memory than 0.6b-peer-fp32"]
 
 
-def test_lines_are_selected_by_name_or_prefix():
+def test_configurations_are_selected_by_name_or_prefix():
     names = list(train_lines.TRAIN_LINES)
     assert [line.name for line in train_lines.chosen(None)] == names
     for name in names:
@@ -348,12 +348,12 @@ def test_a_flame_graph_nests_calls_and_escapes_names():
     assert (outer.get("class")[:3], inner.get("class")) == ("own", "other")
 
 
-def test_the_hottest_functions_are_counted_once_a_stack():
+def test_the_hottest_functions_are_counted_once_per_stack():
     stacks = {"f;g;f": 3, "f;h": 1}
     assert flame.hottest(stacks) == [("f", 0.75, 1.0), ("h", 0.25, 0.25)]
 
 
-def test_stacks_begin_at_the_part_and_imports_are_folded():
+def test_stacks_start_at_the_profiled_function_and_imports_are_merged():
     raw = "\n".join(
         [
             "main (/r/benchmarks/x.py:1);Job.run_unit (/r/src/chatmill/unit.py:2);f (/v/lib/python3.11/os.py:3) 4",
