@@ -4,7 +4,7 @@
     python benchmarks/cores.py --cores 2 4 8     use these numbers of cores
 
 The input is 50,000 conversations, repeated `--times` times and packed into rows of 4096 tokens. Start-up time is
-excluded. All builds write the same bytes. *Serial* is the CPU time of the main process,
+excluded. All builds must write the same bytes. *Serial* is the CPU time of the main process,
 which plans the shards, collects the results of units and removes the staged files.
 """
 

@@ -38,7 +38,7 @@ taken = time.perf_counter() - started
 status = open("/proc/self/status").read()
 print(json.dumps({"s": taken, "memory": 1024 * int(status.split("VmHWM:")[1].split()[0])}))
 """
-# The minimum work to open a dataset: parse the metadata, and map one file of each kind.
+# The minimum work to open a dataset: parse the metadata, and memory-map one file of each kind.
 BARE = """
 import json, mmap, sys, time
 from pathlib import Path

@@ -17,7 +17,7 @@ for fine-tuning. `train` requires only numpy, torch and safetensors (torchao for
 4. Compare each validation loss with that of adamw for the same seed. The mean difference must be at most 0.02 nats.
 
 "nearest" is the control: AdamW on bfloat16 weights, rounded to nearest. The limit of 0.02 nats does not apply to the
-control. Each result is written as soon as it is known. A restarted run continues after the last result.
+control. Each result is written as soon as it is available. A restarted run continues after the last result.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python benchmarks/pack.py [--json]
 
-Most comparisons also report a lower bound: the time to sort the lengths or to copy the tokens. Memory is measured in
+Most comparisons also report a floor: the time to sort the lengths once or to copy the tokens once. Memory is measured in
 separate processes. The script exits with 1 if a target is missed.
 """
 
@@ -274,7 +274,7 @@ def one_span_rows(lengths: NDArray[np.int64]) -> Rows:
 
 
 def one_row_at_a_time(lengths: NDArray[np.int64], capacity: int) -> list[int]:
-    """Assign each row to a bin by best fit decreasing, and return the bin of each row. If several bins fit equally
+    """Assign each row to a bin by best-fit decreasing, and return the bin of each row. If several bins fit equally
     well, the oldest bin is used.
     """
     bin_of = [0] * len(lengths)

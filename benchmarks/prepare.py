@@ -87,7 +87,7 @@ def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
 
 
 class Bare:
-    """Measures the minimum time for decoding, encoding and writing, each separately.
+    """Measures the time that decoding, encoding and writing alone take, each separately.
 
     Every run uses a new forked process. The tokenizer starts with empty caches, as in the workers of a build.
     Each process prepares its own input before the timer starts, because the first access to a shared page causes a

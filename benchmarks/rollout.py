@@ -71,7 +71,7 @@ def main() -> int:
     texts = [tokenizer.decode(ids) for ids, _ in work]
 
     def bare() -> None:
-        """Decode and parse the answers, and encode the true objects; this is a lower bound for building targets."""
+        """Measure the floor: decode and parse the answers, and encode the true objects."""
         for (ids, truth), text in zip(work, texts, strict=True):
             tokenizer.decode(ids)
             msgspec.json.decode(text[: text.rindex("}") + 1])
