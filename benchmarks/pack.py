@@ -2,8 +2,8 @@
 
     python benchmarks/pack.py [--json]
 
-Most comparisons also report a floor: the time to sort the lengths once or to copy the tokens once. Memory is measured in
-separate processes. The script exits with 1 if a target is missed.
+Most comparisons also report a floor: the time to sort the lengths once or to copy the tokens once. Memory is measured
+in separate processes. The script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
