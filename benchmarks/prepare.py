@@ -199,8 +199,8 @@ def our_conversations(dataset: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def compared(ours: list[str], theirs: list[str]) -> dict[str, int]:
-    """Count the conversations that chatmill and the other library encode identically, and those that only one of them
-    has.
+    """Count the encoded conversations that are identical in both outputs, and those that occur only in chatmill's
+    output or only in the other library's.
     """
     mine, other = Counter(ours), Counter(theirs)
     alone_here, alone_there = mine - other, other - mine

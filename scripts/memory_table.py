@@ -116,7 +116,7 @@ def compared(folder: Path) -> Iterator[tuple[str, str, float, float]]:
         if line.side == "chatmill" and "precision" in measured.get(name, {}):
             estimate = Estimator(on_gpu=True)(line_config(line, folder))
             # Compare only the memory of tensors, because `torch.cuda.max_memory_allocated` measures only tensors.
-            what = line.what.removeprefix("chatmill, ").replace("own GPT", "built-in GPT")
+            what = line.what.removeprefix("chatmill, ")
             yield name, what, estimate.tensors / GIB, measured[name]["gib"]
 
 

@@ -251,7 +251,7 @@ RECIPES = {
     ),
     "no source": (
         'fit = "tail"',
-        "recipe.toml: no sources; expected a list of tables ([[sources]] in TOML), each with",
+        "recipe.toml: no sources; expected a list of mappings ([[sources]] in TOML), each with",
     ),
     "no inputs": (
         "[[source]]",
@@ -259,7 +259,7 @@ RECIPES = {
     ),
     "a number instead of a list": ("[[source]]\ninputs = 1", "source 0: inputs must be a list of strings"),
     "an unknown key": ('[[source]]\ninputs = ["chat.jsonl"]\ncolour = 1', 'source 0 has unknown key "colour" (known: '),
-    "a table instead of a list": ('[source]\ninputs = ["chat.jsonl"]', "no sources; expected a list of tables"),
+    "a table instead of a list": ('[source]\ninputs = ["chat.jsonl"]', "no sources; expected a list of mappings"),
     "wrong kinds": (
         'max_tokens = "9"\nval_split = true\nfit = "best"\ndedupe = 1\n[[source]]\ninputs = ["chat.jsonl"]',
         "recipe.toml: the recipe: max_tokens must be an integer; the recipe: val_split must be a number; "

@@ -126,8 +126,8 @@ def test_a_source_is_named_by_its_first_input():
 
 SOURCE = "sources: [{inputs: a.jsonl}]\n"
 FAULTS = {
-    "nothing": ("", "is not a table; expected `sources` and the settings of the dataset"),
-    "a list": ("- a", "is not a table"),
+    "nothing": ("", "is not a mapping; expected `sources` and the settings of the dataset"),
+    "a list": ("- a", "is not a mapping"),
     "cut off": (
         "sources: [",
         "is not valid YAML: expected the node content, but found '<stream end>' (at line 1, column 11)",
@@ -162,13 +162,13 @@ FAULTS = {
     "no number": (SOURCE + "val_split: .nan", "the recipe: val_split must be a number"),
     "no sources": (
         "seed: 1",
-        "no sources; expected a list of tables ([[sources]] in TOML), each with its files as `inputs`",
+        "no sources; expected a list of mappings ([[sources]] in TOML), each with its files as `inputs`",
     ),
     "two keys for sources": (
         SOURCE + "source: [{inputs: b.jsonl}]",
         "source and sources are the same key; use only one",
     ),
-    "a text as a source": ("sources: [a.jsonl]", "source 0 must be a table"),
+    "a text as a source": ("sources: [a.jsonl]", "source 0 must be a mapping of keys to values"),
     "an alias within itself": ("sources: &a [{inputs: *a}]", "source 0: inputs must be a list of strings"),
     "no inputs": ("sources: [{name: a}]", "source 0 has no inputs; expected a list of files, globs, folders or URLs"),
     "an empty input": ("sources: [{inputs: ''}]", "source 0: inputs must be a list of strings"),
@@ -177,7 +177,7 @@ FAULTS = {
         "source 0: ftp://a/b.jsonl: ftp:// is not supported",
     ),
     "an unknown shape": ("sources: [{inputs: a.jsonl, shape: x}]", 'source 0: unknown shape "x"; expected messages, '),
-    "an unknown column": ("sources: [{inputs: a.jsonl, columns: {x: y}}]", 'source 0: columns names "x", which is not'),
+    "an unknown column": ("sources: [{inputs: a.jsonl, columns: {x: y}}]", 'source 0: columns has the unknown name "x"'),
     "a number as a column": (
         "sources: [{inputs: a.jsonl, columns: {id: 1}}]",
         "source 0: columns: id must be the name",

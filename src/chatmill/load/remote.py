@@ -28,7 +28,7 @@ def is_remote(plan: LoadPlan) -> bool:
 
 
 def start_prefetch(plan: LoadPlan, at: Cursor, steps: int | None) -> tuple[Prefetch, str | None] | None:
-    """Start to download the data that the next `steps` batches need or, if `steps` is None, the data of a whole epoch.
+    """Start downloading the data that the next `steps` batches need or, if `steps` is None, the data of a whole epoch.
 
     Return the running download, and a warning if the data does not fit in the cache. Return None if all data is local.
     """

@@ -104,7 +104,7 @@ def _read(path: Path, name: str) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror}); {EXPECTED}") from None
     if not isinstance(data, dict):
-        raise DataError(f"{name}: is not a table; expected `sources` and the settings of the dataset")
+        raise DataError(f"{name}: is not a mapping; expected `sources` and the settings of the dataset")
     return data
 
 
@@ -129,7 +129,7 @@ def _source_tables(data: dict[str, Any], faults: list[str]) -> list[Any]:
     one, several = data.pop("source", None), data.pop("sources", None)
     tables = several if one is None else one
     if not isinstance(tables, list) or not tables:
-        faults.append("no sources; expected a list of tables ([[sources]] in TOML), each with its files as `inputs`")
+        faults.append("no sources; expected a list of mappings ([[sources]] in TOML), each with its files as `inputs`")
         return []
     return tables
 
@@ -180,7 +180,7 @@ def _columns_text(table: dict[Any, Any], where: str, faults: list[str]) -> str |
 def _values(config: type[Any], table: Any, where: str, faults: list[str]) -> dict[str, Any]:
     """Return the valid values of a table, converted to the types of the config; add errors to `faults`."""
     if not isinstance(table, dict):
-        faults.append(f"{where} must be a table")
+        faults.append(f"{where} must be a mapping of keys to values")
         return {}
     keys = keys_of(config)
     known = ", ".join(sorted(keys))

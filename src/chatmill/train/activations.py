@@ -297,7 +297,7 @@ def _registered(recorder: _Recorder) -> str:
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         q, k = q.to(v.dtype), k.to(v.dtype)
         out = _FlexAttention.apply(q, k, v)
-        # A compiled layer keeps the inputs of FlexAttention.
+        # A compiled layer keeps the inputs and the output of FlexAttention for the backward pass.
         recorder.store_tensors(q, k, v, out)
         # transformers expects a result of shape (rows, length, heads, size).
         return out.transpose(1, 2), None

@@ -28,7 +28,9 @@ MAX_PARTS = 4
 with heads of size 128, this is faster than a single call for 2 and 4 query heads, and slower for 7 and 8.
 """
 FEWEST = 128
-"""Boundaries are padded to this number or a larger power of two, because the layers are recompiled for each number."""
+"""Minimum padded number of boundaries. The list of boundaries is padded to this length, or to a larger power of two,
+because each new length recompiles the layers.
+"""
 
 
 class Bounds(NamedTuple):

@@ -73,7 +73,7 @@ class LayoutTable:
     ids: Ids
     first_section: Index
     slot: Index
-    """The slot of each section, or -1 in a layout without simple sections."""
+    """The slot for message text in each section, or -1 in a layout without simple sections."""
     kind: NDArray[np.uint8]
     """For each section with text from columns, the index in `around` of the literals around the text."""
     around: list[tuple[str, str]]
