@@ -191,7 +191,7 @@ def test_invalid_records_of_other_sources_can_be_skipped(run):
     assert (code, err) == (
         1,
         "chatmill: o.jsonl: all records were rejected (see data/cache/sft/oasst1.rejects.jsonl); "
-        "expected at least one\n",
+        "expected at least one valid record\n",
     )
 
 

@@ -145,7 +145,11 @@ ANSWERED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "
         ("truth.jsonl", lambda lines: lines[0].pop("objects"), "the record has no objects"),
         ("truth.jsonl", lambda lines: lines[0].update(objects=3), "objects is a number"),
         ("truth.jsonl", lambda lines: lines[0].update(objects=[CAT, 3]), "objects[1] is a number"),
-        ("truth.jsonl", lambda lines: lines[0].update(objects=[{"desc": "x"}]), "(id=1): a true object does not fit"),
+        (
+            "truth.jsonl",
+            lambda lines: lines[0].update(objects=[{"desc": "x"}]),
+            "(id=1): a ground-truth object does not match",
+        ),
         ("truth.jsonl", lambda lines: lines[0].update(messages=ANSWERED), "the last message is an assistant message"),
         ("truth.jsonl", lambda lines: lines[0].update(messages=[]), "truth.jsonl:1 (id=1): "),
         ("rollouts.jsonl", lambda lines: lines[0].update(id="9"), "rollouts.jsonl:1 (id=9): the rollout has an"),

@@ -305,7 +305,7 @@ def test_the_error_about_missing_control_tokens_names_the_config_key(run, files)
     ("changes", "said"),
     [
         ({"truth": None}, "truth is required"),
-        ({"save_interval": 3}, "save_interval is 3; expected a multiple of rollout_every (2)"),
+        ({"save_interval": 3}, r"save_interval is 3; expected a multiple of rollout_every \(2\)"),
         ({"sigma": 0}, "sigma is 0; expected a number above 0"),
         ({"gate": 0}, "gate is 0"),
         ({"server": "http://x"}, "server_model is missing"),

@@ -189,7 +189,7 @@ def test_reweighed_blocks_are_accepted_unless_they_train_more_than_answers(tmp_p
     for train_on in ("assistant", "all"):
         reweigh_dataset(data, tmp_path / train_on, train_on=train_on)
     EpisodeLoader(tmp_path / "assistant", post_training(16)).close()
-    right = "but post_training reads"
+    right = "but post_training requires"
     with pytest.raises(DataError, match=rf"all: its loss mask includes more than answers \(--train-on all\), {right}"):
         EpisodeLoader(tmp_path / "all", post_training(16))
 
@@ -207,7 +207,9 @@ def test_a_folder_without_metadata_is_refused(tmp_path):
 def test_a_primer_cache_is_refused(tmp_path):
     rows = rows_from_mask(np.arange(34, dtype=np.uint32), np.ones(34), [17, 17])
     cache = write_source(tmp_path, "primer", {"train": rows, "val": rows})
-    with pytest.raises(DataError, match=r"primer: is a cache with one conversation per row, but post_training reads"):
+    with pytest.raises(
+        DataError, match=r"primer: is a cache with one conversation per row, but post_training requires"
+    ):
         EpisodeLoader(cache, post_training(16))
 
 
@@ -217,5 +219,5 @@ def test_every_source_of_a_mix_is_checked(tmp_path):
     for name, fit in (("one", "blocks"), ("two", "turns")):
         (tmp_path / name).mkdir()
         build(tmp_path / name, [], fit=fit, max_tokens=17).rename(root / name)
-    with pytest.raises(DataError, match=r"root/two: was made with --fit turns, but post_training reads"):
+    with pytest.raises(DataError, match=r"root/two: was made with --fit turns, but post_training requires"):
         EpisodeLoader(root, post_training(16, mix_sft={"one": 1, "two": 1}))

@@ -177,7 +177,10 @@ FAULTS = {
         "source 0: ftp://a/b.jsonl: ftp:// is not supported",
     ),
     "an unknown shape": ("sources: [{inputs: a.jsonl, shape: x}]", 'source 0: unknown shape "x"; expected messages, '),
-    "an unknown column": ("sources: [{inputs: a.jsonl, columns: {x: y}}]", 'source 0: columns has the unknown name "x"'),
+    "an unknown column": (
+        "sources: [{inputs: a.jsonl, columns: {x: y}}]",
+        'source 0: columns has the unknown name "x"',
+    ),
     "a number as a column": (
         "sources: [{inputs: a.jsonl, columns: {id: 1}}]",
         "source 0: columns: id must be the name",

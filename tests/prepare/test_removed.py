@@ -94,4 +94,4 @@ def test_the_command_lists_removed_records_by_reason_and_source(dataset, capsys,
         "a.jsonl:2: duplicate, twin b.jsonl:1",
         "a.jsonl:3: duplicate, twin a.jsonl:1",
     ]
-    assert run("source", "c") == ["v1: no record of source c was removed"]
+    assert run("source", "c") == ["v1: no record from source c was removed"]

@@ -143,7 +143,7 @@ def test_an_ambiguous_file_is_refused(read_bytes, data):
 
 
 def test_text_without_markers_is_a_transcript_only_if_the_shape_is_given(read_bytes):
-    with pytest.raises(DataError, match=r"^a\.txt: is neither JSON nor a transcript, which has markers such as "):
+    with pytest.raises(DataError, match=r"^a\.txt: is neither JSON nor a transcript with markers such as "):
         read_bytes(b"plain text\n", "a.txt")
     assert read_bytes(b"plain text\n", "a.txt", shape="transcript") == (found((1, [outside("plain text")])), [])
 

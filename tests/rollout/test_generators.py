@@ -96,7 +96,7 @@ def test_an_invalid_reply_is_one_error_line(answer, said):
 def test_an_unreachable_server_is_one_error_line():
     with serving(completion) as (url, _):
         pass
-    with pytest.raises(DataError, match="did not answer"):
+    with pytest.raises(DataError, match="returned no answer"):
         CompletionServer(url, "m", 3, attempts=2, pause=0.01)([[1]], step=0)
     with pytest.raises(UsageError, match="is not a server URL"):
         CompletionServer("file:///etc", "m", 3)

@@ -265,7 +265,7 @@ def test_a_prefix_that_cannot_be_continued_is_an_error(prefix):
     ],
 )
 def test_a_true_object_that_does_not_fit_the_schema_is_an_error(toy, wrong):
-    with pytest.raises(DataError, match="a true object does not fit"):
+    with pytest.raises(DataError, match="a ground-truth object does not match"):
         target(toy, "{}", [wrong])
 
 

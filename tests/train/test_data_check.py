@@ -97,7 +97,7 @@ def with_unknown_token(data, split="train"):
 def test_an_id_outside_the_vocabulary_ends_the_run_before_its_step_and_names_the_episode(data, tmp_path):
     with_unknown_token(data)
     with pytest.raises(
-        DataError, match=rf"^{data}: episode 0 has the token id 60000; the model's vocabulary size is \d+, .*verify"
+        DataError, match=rf"^{data}: episode 0 has the token id 60000; the model's vocabulary size is \d+; .*verify"
     ):
         trained(data, tmp_path, max_iters=20)
 

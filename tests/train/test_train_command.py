@@ -326,8 +326,8 @@ def test_post_training_after_plain_training_uses_the_mask_and_all_blocks(place, 
 @pytest.mark.parametrize("command", ["train.py", "chatmill train"])
 def test_post_training_refuses_datasets_without_blocks_of_its_size(place, monkeypatch, capsys, command):
     monkeypatch.setenv("POST_TRAINING", "1")
-    line = "data/chat_sft: was made with --fit exchanges, but post_training reads "
-    line += "stream blocks of block_size + 1 = 49 tokens"
+    line = "data/chat_sft: was made with --fit exchanges, but post_training requires "
+    line += "blocks of block_size + 1 = 49 tokens"
     make = "build them with chatmill prepare … --format post-training --fit blocks --max-tokens 49"
     if command == "train.py":
         with pytest.raises(DataError) as refused:

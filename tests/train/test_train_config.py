@@ -89,9 +89,8 @@ def test_values_of_adapters_are_checked(lora):
     with pytest.raises(UsageError) as error:
         config(lora=lora, init_from_model="model")
     assert str(error.value) == (
-        f"the config: lora is {json.dumps(lora)}, in which {next(iter(lora))} is wrong; expected an object with r (an "
-        "integer of at least 1), "
-        "alpha (a number of at least 0), dropout (a fraction from 0 to 1, such as 0.03 for 3 percent), "
+        f"the config: lora is {json.dumps(lora)}, in which {next(iter(lora))} has a wrong value; expected an object "
+        "with r (an integer of at least 1), alpha (a number of at least 0), dropout (a fraction from 0 to 1, such as 0.03 for 3 percent), "
         """targets (a string or a list of strings), such as '{"r": 16}', or null"""
     )
     right = {"r": 2, "alpha": 4, "dropout": 0, "targets": ["q_proj"]}
@@ -103,7 +102,11 @@ def test_values_of_adapters_are_checked(lora):
     [
         ("lora", "{r:16}", 'lora is "{r:16}", which is not valid JSON; expected an object with r '),
         ("lora", '{"rank": 16}', 'lora is {"rank": 16}, which has the unknown key "rank"; expected an object with r '),
-        ("lora", '{"r": 4, "alpha": -1}', 'lora is {"r": 4, "alpha": -1}, in which alpha is wrong; expected an object'),
+        (
+            "lora",
+            '{"r": 4, "alpha": -1}',
+            'lora is {"r": 4, "alpha": -1}, in which alpha has a wrong value; expected an object',
+        ),
         ("mix_sft", "{a: 1}", 'mix_sft is "{a: 1}", which is not valid JSON; expected '),
         ("batch_size", "x", 'batch_size is "x"; expected an integer of at least 1'),
     ],
