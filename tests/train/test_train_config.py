@@ -90,8 +90,9 @@ def test_values_of_adapters_are_checked(lora):
         config(lora=lora, init_from_model="model")
     assert str(error.value) == (
         f"the config: lora is {json.dumps(lora)}, in which {next(iter(lora))} has a wrong value; expected an object "
-        "with r (an integer of at least 1), alpha (a number of at least 0), dropout (a fraction from 0 to 1, such as 0.03 for 3 percent), "
-        """targets (a string or a list of strings), such as '{"r": 16}', or null"""
+        "with r (an integer of at least 1), alpha (a number of at least 0), dropout (a fraction from 0 to 1, such as "
+        "0.03 for 3 percent), targets (a string or a list of strings), "
+        """such as '{"r": 16}', or null"""
     )
     right = {"r": 2, "alpha": 4, "dropout": 0, "targets": ["q_proj"]}
     assert config(lora=right, init_from_model="model").lora == right
