@@ -310,7 +310,7 @@ def test_pages_that_cannot_be_written_are_reported_without_an_error(sums_data, m
     def pages_of(page, count=1):
         written.clear(), notes.clear()
         report_pages([source] * count, page, write=written.__setitem__, note=notes.append)
-        prefix = f"{sums_data}: no report page is sent to the trackers"
+        prefix = f"{sums_data}: the report is not sent to the trackers"
         return sorted(written), [note.removeprefix(prefix) for note in notes]
 
     assert pages_of(report_page) == (["report.html"], [])
