@@ -100,6 +100,7 @@ def test_a_full_disk_on_a_worker_is_reported_in_one_line_and_the_units_are_kept(
 def test_the_command_starts_a_cluster_and_ends_it(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(conversations(60)))
     command = [sys.executable, "-c", "from chatmill.cli.main import main; main()", "prepare", "a.jsonl", "--json"]
+    command += ["--tokenizer", "bytes"]
     # Use token authentication, which is Ray's default; conftest.py disables it for the other tests.
     environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
     hashes = []

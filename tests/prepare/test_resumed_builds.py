@@ -228,7 +228,8 @@ def test_ctrl_c_ends_at_once_with_one_line_and_keeps_the_units(held):
     build = held()
     workers = workers_of(build)
     build.send_signal(signal.SIGINT)
-    assert build.communicate() == ("", "chatmill: stopped; continue with --resume\n")
+    out, err = build.communicate()
+    assert (out, without_notes(err)) == ("", "chatmill: stopped; continue with --resume\n")
     assert build.returncode == 130
     wait_for_end(workers)
     assert left_beside(Path("x")) == [".x.building.units"]

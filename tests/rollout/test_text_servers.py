@@ -264,10 +264,10 @@ FAULTS = {
     "a lone surrogate": (reply(completion("\ud800")), "cannot be encoded"),
     "3 MB of noise as a reply": (reply(NOISE), "did not return a JSON object"),
     "3 MB of noise as a status": (reply(NOISE, 503), "status 503"),
-    "3 MB of noise instead of HTTP": (raw(NOISE), "did not answer"),
-    "a closed connection": (raw(b""), "did not answer"),
-    "fewer bytes than announced": (raw(OK + b"Content-Length: 99\r\n\r\n{}"), "did not answer .*IncompleteRead"),
-    "a truncated chunk": (raw(OK + b"Transfer-Encoding: chunked\r\n\r\n9\r\n{"), "did not answer .*IncompleteRead"),
+    "3 MB of noise instead of HTTP": (raw(NOISE), "returned no answer"),
+    "a closed connection": (raw(b""), "returned no answer"),
+    "fewer bytes than announced": (raw(OK + b"Content-Length: 99\r\n\r\n{}"), "returned no answer .*IncompleteRead"),
+    "a truncated chunk": (raw(OK + b"Transfer-Encoding: chunked\r\n\r\n9\r\n{"), "returned no answer .*IncompleteRead"),
     "a truncated stream": (reply(stream([completion(BOX, None)], end=b"")), "stream ended before the answer"),
 }  # fmt: skip
 
@@ -297,7 +297,7 @@ def test_a_server_that_never_replies_or_never_finishes_is_one_error_line():
 
         return write
 
-    for answer, said in ((silent, "did not answer .*timed out"), (endless, "took longer than 0.3 seconds")):
+    for answer, said in ((silent, "returned no answer .*timed out"), (endless, "took longer than 0.3 seconds")):
         with serving(answer) as (url, _):
             server = text_server(url, attempts=1, timeout=0.3)
             with pytest.raises(DataError, match=said):

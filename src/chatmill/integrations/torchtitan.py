@@ -124,7 +124,7 @@ class EpisodeDataLoader(BaseDataLoader):
                     if bool(steps) != (number == self._batches):
                         raise UsageError(
                             f"torchtitan took {'a' if steps else 'no'} step after {number} batches on each rank, but "
-                            f"a step of batch_size {self._loader.config.batch_size} needs {self._batches} batches; set "
+                            f"a step of batch_size {self._loader.config.batch_size} has {self._batches}; set "
                             f"training.global_batch_size to {self._loader.config.batch_size}"
                         )
         finally:
