@@ -21,7 +21,7 @@ from chatmill.load.batch import IGNORE_INDEX
 
 LOGIT_BYTES = 1 << 26
 """Maximum size in bytes of the logits computed at a time on a CPU, chosen to fit the CPU caches."""
-GPU_LOGIT_BYTES = 1 << 30
+GPU_LOGIT_BYTES = 5 << 28
 """Maximum size in bytes of the logits computed at a time on a GPU, chosen to keep the GPU busy."""
 MULTIPLE = 128
 """The number of positions is padded to a multiple of this value, for efficient matrix products."""
