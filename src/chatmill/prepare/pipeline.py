@@ -314,9 +314,7 @@ def _write(
             splits=splits,
             ledger=ledger,
             config=_config(job, build.units, build.excluded),
-            removed=write_removed(
-                staging / REMOVED, staged, selection, filtered=ledger.total("filtered").rows > 0
-            ),
+            removed=write_removed(staging / REMOVED, staged, selection, filtered=ledger.total("filtered").rows > 0),
         ),
         tokenizer_state=tokenizer.state(added_tokens=job.add_tokens),
     )

@@ -212,7 +212,8 @@ def _add_removed(
     held: dict[tuple[str, int], Record],
 ) -> None:
     """Count the removed records of each source, and store the first `EXAMPLES` of them for each reason."""
-    if write_removed(path, staged, selection) is None:
+    filtered = any(sample.ledger.total("filtered").rows for sample in samples)
+    if write_removed(path, staged, selection, filtered=filtered) is None:
         return
     source_of = {(unit.part.source, unit.name): unit.source for unit in units}
     for line in path.read_text().splitlines():

@@ -27,9 +27,7 @@ PIECE = 2**12
 _ENTRY = np.dtype([("line", "<u8"), ("reason", "u1"), ("twin", "<i8")])
 
 
-def write_removed(
-    path: Path, staged: Sequence[StagedFile], selection: Selection, *, filtered: bool
-) -> FileInfo | None:
+def write_removed(path: Path, staged: Sequence[StagedFile], selection: Selection, *, filtered: bool) -> FileInfo | None:
     """Write one JSON line for each removed record, ordered by input file and line. If no record was removed, write no
     file and return None. `filtered` tells whether filters removed records.
 
