@@ -15,7 +15,6 @@ import importlib
 import unicodedata
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import Any, cast
 
 import msgspec
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from chatmill.errors import UsageError
 from chatmill.prepare.job import Job
 from chatmill.records import ChatColumns, Record, Unrolled
+from chatmill.records.part_hashes import part_hashes
 from chatmill.records.record import NO_ROLE, ROLES, Message, is_layout, without_raw_arguments
 from chatmill.rows import NO_MESSAGE, Index, Part, Role, Rows, copy_ranges, copy_tokens, offsets, ragged_index
 
@@ -152,9 +152,7 @@ def _column_keys(columns: ChatColumns) -> bytes | None:
     if len(begins) != len(columns.roles):
         return None
     data[begins] = columns.roles + _FIRST_ROLE
-    record_start = np.append(begins, len(data))[columns.first_message].tolist()
-    whole = memoryview(data.tobytes())
-    return b"".join(hashlib.sha256(whole[start:stop]).digest()[:16] for start, stop in pairwise(record_start))
+    return part_hashes(data.data, np.append(begins, len(data))[columns.first_message[1:]])
 
 
 # Near-duplicates.

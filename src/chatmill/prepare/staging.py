@@ -32,8 +32,10 @@ from chatmill.remote.urls import Place, Url
 from chatmill.rows import ORIGIN, SPAN, File, Index, Rows, offsets
 from chatmill.store import files
 
-MAGIC = b"chatmill rows 5\n"
-"""The version increases when the same input gives different rows, so that earlier staged files are not reused."""
+MAGIC = b"chatmill rows 6\n"
+"""The version increases when the same input gives different rows or another digest of the bytes that were read, so that
+earlier staged files are not reused.
+"""
 PREFIX = len(MAGIC) + 16
 ALIGN = 64
 FIRST_READ = 1 << 16

@@ -17,6 +17,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from chatmill.records.part_hashes import part_hashes
 from chatmill.records.record import Record, record_key
 from chatmill.rows import Index, offsets
 
@@ -63,7 +64,7 @@ class ChatColumns(Sequence[Record]):
 
     def keys(self) -> bytes:
         """Return the `record_key` of each record, concatenated."""
-        return _columns.keys(self.data, np.ascontiguousarray(self.record_stop, dtype=np.int64))
+        return part_hashes(self.data, self.record_stop)
 
     @cached_property
     def _records(self) -> Sequence[Record]:

@@ -43,7 +43,7 @@ def has_bytes(path: Place, read: BytesRead) -> bool:
             size = file.seek(0, io.SEEK_END)
     except (OSError, objects.MissingObjectError):
         return False
-    return log.bytes_read().sha256 == read.sha256 and all(end == size for end in read.ends)
+    return log.bytes_read().digest == read.digest and all(end == size for end in read.ends)
 
 
 class LoggedFile(io.FileIO):

@@ -25,7 +25,7 @@ from chatmill.remote.urls import Place, Url
 _CHUNK = 1 << 18
 BLOCK = 1 << 18
 """Block size in bytes; a block fits in the CPU cache."""
-WIDE_BLOCK = 1 << 20
+WIDE_BLOCK = 1 << 21
 """Block size in bytes when lines are parsed into columns, which is faster with larger blocks."""
 LINE_END_BYTES = 1 << 16
 """Number of bytes per request when searching a remote file for the end of a line."""

@@ -5,10 +5,10 @@ The workers inherit the results. Otherwise, every worker would derive the same r
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from queue import SimpleQueue
 from typing import NamedTuple
 
 from chatmill.errors import RecordError
@@ -53,21 +53,18 @@ def derive_ahead(
     count = min(processes, len(shapes))
     if not count:
         return
-    idle = SimpleQueue[TemplateProcess]()
+    # Each thread starts its own copy, so that the copies start in parallel.
+    own = threading.local()
 
     def derived(shape: FirstOfShape) -> DerivedAnswers | None:
-        own = idle.get()
+        if not hasattr(own, "process"):
+            own.process = stack.enter_context(closing(process.copy()))
         try:
-            return derive(shape.record, own)
+            return derive(shape.record, own.process)
         except RecordError:
             return None
-        finally:
-            idle.put(own)
 
-    with ExitStack() as stack:
-        for _ in range(count):
-            idle.put(stack.enter_context(closing(process.copy())))
-        with ThreadPoolExecutor(count) as pool:
-            for shape, result in zip(shapes, pool.map(derived, shapes), strict=True):
-                if result is not None:
-                    yield shape, result
+    with ExitStack() as stack, ThreadPoolExecutor(count) as pool:
+        for shape, result in zip(shapes, pool.map(derived, shapes), strict=True):
+            if result is not None:
+                yield shape, result

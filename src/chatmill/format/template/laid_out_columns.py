@@ -84,32 +84,48 @@ def lay_out_columns(
     """
     has_empty = columns.start == columns.stop
     odd = holding | {*(np.searchsorted(columns.first_message, np.flatnonzero(has_empty), side="right") - 1).tolist()}
-    roles, first = columns.roles.tobytes(), columns.first_message.tolist()
+    roles = columns.roles.tobytes()
+    shapes = [roles[start:stop] for start, stop in pairwise(columns.first_message.tolist())]
+    rows_of: dict[bytes, list[int]] = {}
+    for row, shape in enumerate(shapes):
+        if row not in odd:
+            rows_of.setdefault(shape, []).append(row)
     known: dict[bytes, tuple[CachedTrace, int]] = {}
     distinct: list[LaidOut] = []
-    which: list[int] = []
-    for row, (start, stop) in enumerate(pairwise(first)):
-        shape = roles[start:stop]
-        shared = None
-        if row not in odd:
-            shared = known.get(shape)
-            if shared is None and (trace := plain((False, shape))) is not None:
-                shared = known[shape] = trace, len(distinct)
-                distinct.append(trace.laid_out)
-        if shared is not None and not shared[0].use():
-            which.append(shared[1])
-            continue
+    which = [-1] * len(shapes)
+    to_confirm: set[int] = set()
+
+    def shared_by(shape: bytes) -> tuple[CachedTrace, int] | None:
+        if shape not in known and (trace := plain((False, shape))) is not None:
+            known[shape] = trace, len(distinct)
+            distinct.append(trace.laid_out)
+        return known.get(shape)
+
+    for shape, rows in rows_of.items():
+        if (shared := shared_by(shape)) is not None:
+            for row in rows:
+                which[row] = shared[1]
+            if shared[0].use(len(rows)):
+                to_confirm.add(rows[0])
+    for row in sorted(to_confirm | {row for row, at in enumerate(which) if at < 0}):
+        shape = shapes[row]
+        shared = None if row in odd else shared_by(shape)
+        if shared is not None and which[row] < 0:
+            # An earlier conversation of this block has added the trace.
+            which[row] = shared[1]
+            if not shared[0].use():
+                continue
         texts = columns.texts(row)
         record = partial(conversation, columns, row, texts)
         try:
             if shared is None:
-                distinct.append(lay_out((False, shape), texts, record))
-                which.append(len(distinct) - 1)
+                laid_out_row = lay_out((False, shape), texts, record)
+                which[row] = len(distinct)
+                distinct.append(laid_out_row)
             else:
                 confirm(shared[0], texts, record)
-                which.append(shared[1])
         except RecordError as fault:
-            return _up_to_refused(columns, [distinct[at] for at in which], fault)
+            return _up_to_refused(columns, [distinct[at] for at in which[:row]], fault)
     laid_out = LaidOutBatch(distinct, np.array(which, dtype=np.int64))
     return LaidOutColumns(**{name.name: getattr(columns, name.name) for name in fields(columns)}, laid_out=laid_out)
 

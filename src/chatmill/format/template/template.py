@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from datetime import datetime
+from functools import cached_property, partial
 from typing import Any
 
 from chatmill.errors import RecordError
@@ -44,12 +45,19 @@ class ChatTemplate:
         self.deadline = deadline
         """Renderings stop when the CPU time of the process, in seconds, reaches this value."""
         self._plain = Program(source, name, Sandbox(now=now))
-        self._traced = TracedProgram(source, name, now=now)
+        self._new_traced = partial(TracedProgram, source, name, now=now)
         self._renders_something = self._exceeds_limit = False
         self.style = self._find_style()
         if not self._renders_something:
-            self._plain.remedy = self._traced.remedy = FAILS_ALWAYS
+            self._plain.remedy = FAILS_ALWAYS
         self._headers: Headers | None = None
+
+    @cached_property
+    def _traced(self) -> TracedProgram:
+        """The traced program, compiled on first use, because processes that only check cached traces do not need it."""
+        traced = self._new_traced()
+        traced.remedy = self._plain.remedy
+        return traced
 
     @property
     def has_tags(self) -> bool:

@@ -48,12 +48,12 @@ class CachedTrace:
     """Whether only conversations with an empty text match the trace."""
     uses: int = 0
 
-    def use(self) -> bool:
-        """Count a use of the trace; on uses 1, 2, 4, 8 and so on, return true, so that the trace is checked against the
-        template.
+    def use(self, times: int = 1) -> bool:
+        """Count uses of the trace. If use number 1, 2, 4, 8 or another power of two is among them, return true, so that
+        the trace is checked against the template.
         """
-        self.uses += 1
-        return not self.uses & (self.uses - 1)
+        before, self.uses = self.uses, self.uses + times
+        return self.uses.bit_length() > before.bit_length()
 
 
 def cached_trace(

@@ -178,6 +178,8 @@ class TemplateProcess:
                 memory = f"the memory limit of {self._memory() >> 20:,} MiB was exceeded"
                 why = memory if response.limit == "memory" else too_long(request.seconds)
                 raise self._stopped(why, response.place)
+        if isinstance(response, messages.TemplateFault):
+            raise DataError(one_line(response.what, 600))
         if isinstance(response, messages.RecordFault):
             raise RecordError(one_line(response.what, 600), one_line(response.right, 200), kind=response.kind)
         return response
