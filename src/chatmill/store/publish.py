@@ -13,9 +13,11 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 from chatmill.errors import DataError, UsageError, one_line
@@ -27,6 +29,9 @@ from chatmill.store.metadata import listed_files, read_metadata
 
 SHOWN = 3
 """Maximum number of file names in an error message; the message gives only the number of the remaining files."""
+MANY = 64
+"""Minimum number of files in a folder that are removed by several threads."""
+THREADS = 8
 
 
 # Functions that determine which files chatmill wrote.
@@ -280,15 +285,24 @@ def remove_contents(folder: Path, kind: FolderKind) -> str:
         return f"cannot be read ({error.strerror})"
     if contents.others:
         return f"contains {names_of(contents.others)}, which is not part of a {kind.name}"
-    # Remove contents before their folder, and the marker last, because it lists the files that may be removed.
-    for path in [path for path in reversed(contents.own) if path != kind.marker] + [kind.marker]:
+
+    def remove(path: str) -> str:
         try:
             files.disk.remove(folder / path)
         except FileNotFoundError:
-            continue
+            pass
         except OSError as error:
             return f"contains {one_line(path)}, which cannot be removed ({error.strerror})"
-    return ""
+        return ""
+
+    own = [path for path in reversed(contents.own) if path != kind.marker]
+    own_files, folders = [path for path in own if path[-1] != "/"], [path for path in own if path[-1] == "/"]
+    with ThreadPoolExecutor(THREADS) as pool:
+        # Freeing the memory that caches a large file takes milliseconds, so several threads remove many files faster.
+        each = pool.map if len(own_files) >= MANY else map
+        # Remove contents before their folder, and the marker last, because it lists the files that may be removed.
+        results = chain(each(remove, own_files), map(remove, [*folders, kind.marker]))
+        return next(filter(None, results), "")
 
 
 def _remove_replaced(folder: Path, target: Path, kind: FolderKind) -> None:
