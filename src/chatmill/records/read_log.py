@@ -45,7 +45,7 @@ class ReadLog:
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
         self._hash = hashlib.sha256()
-        self._rest = bytearray()
+        self._incomplete = bytearray()
         """The bytes after the last complete block."""
         self._ends: set[int] = set()
 
@@ -57,16 +57,16 @@ class ReadLog:
             self._ranges[-1] = (self._ranges[-1][0], start + len(data))
         else:
             self._ranges.append((start, start + len(data)))
-        if self._rest:
-            missing = BLOCK - len(self._rest)
-            self._rest += data[:missing]
+        if self._incomplete:
+            missing = BLOCK - len(self._incomplete)
+            self._incomplete += data[:missing]
             data = data[missing:]
-            if len(self._rest) == BLOCK:
-                self._add_blocks(self._rest)
-                self._rest = bytearray()
+            if len(self._incomplete) == BLOCK:
+                self._add_blocks(self._incomplete)
+                self._incomplete = bytearray()
         complete = len(data) - len(data) % BLOCK
         self._add_blocks(data[:complete])
-        self._rest += data[complete:]
+        self._incomplete += data[complete:]
 
     def _add_blocks(self, data: bytearray | memoryview) -> None:
         if len(data):
@@ -74,5 +74,5 @@ class ReadLog:
 
     def bytes_read(self) -> BytesRead:
         digest = self._hash.copy()
-        digest.update(self._rest)
+        digest.update(self._incomplete)
         return BytesRead(tuple(self._ranges), digest.hexdigest(), tuple(sorted(self._ends)))

@@ -17,7 +17,7 @@ from chatmill.format import TemplateRenderer
 from chatmill.format.template.control_tokens import ControlTokens
 from chatmill.format.template.laid_out_columns import ColumnSearch, LaidOutColumns
 from chatmill.format.template.process.client import TemplateProcess
-from chatmill.format.template.trace_cache import TraceCache
+from chatmill.format.template.trace_cache import CachedTrace, TraceCache
 from chatmill.ledger import Ledger
 from chatmill.records import ChatColumns, plan, read_blocks, read_records
 from chatmill.records.columns import COMPILED
@@ -256,3 +256,14 @@ def test_a_warm_up_stops_if_the_template_process_cannot_be_used():
         renderer.warm_up([columns_of(written([{"messages": TALK}]))], processes=2)
     assert len(renderer._cache) == 0
     assert len(renderer.render([*renderer.renderable(read_records([written([{"messages": TALK}])]))])) == 1
+
+
+@given(st.lists(st.integers(1, 40), max_size=20))
+def test_a_trace_is_checked_when_its_uses_reach_a_power_of_two(counts):
+    trace = CachedTrace((), None, is_plain=True, needs_empty=False)
+    used = 0
+    for count in counts:
+        powers = {1 << bit for bit in range(12)} & {*range(used + 1, used + count + 1)}
+        assert trace.use(count) == bool(powers)
+        used += count
+    assert trace.uses == used

@@ -18,9 +18,11 @@ from python_service import FORBIDDEN
 from template_fixtures import answer, own_format, user
 
 from chatmill.errors import DataError, RecordError
+from chatmill.format.template import template
 from chatmill.format.template.answers.by_origin import AnswerSpan
 from chatmill.format.template.process import channel, client, messages
 from chatmill.format.template.process.channel import Channel, EndedError, fork_server
+from chatmill.format.template.process.engine import TemplateEngine
 from chatmill.format.template.process.lockdown import SYSTEM_CALLS, filter_program
 from chatmill.format.template.process.messages import BrokenResponseError, Derived, check_derived
 from chatmill.format.template.tracing.trace import FieldPath, TracedPiece, TraceStep
@@ -316,3 +318,18 @@ print(renderer.text(record))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == TEXT + "\n"
     assert format.text(TALK) == TEXT
+
+
+def test_a_template_that_cannot_be_traced_is_reported_as_an_error_in_the_template(tmp_path, monkeypatch):
+    renderer = good(tmp_path)
+
+    def refuse(*args, **options):
+        raise DataError("chat_template.jinja: Jinja cannot compile the template (too deep); fix the template")
+
+    monkeypatch.setattr(template, "TracedProgram", refuse)
+    engine = TemplateEngine()
+    engine(messages.encode(renderer.process._open))
+    monkeypatch.setattr(client.Channel, "exchange", lambda self, frame, **limits: engine(frame))
+    assert renderer.text(TALK) == TEXT
+    with pytest.raises(DataError, match=r"^chat_template.jinja: Jinja cannot compile the template \(too deep\)"):
+        renderer.derive(TALK)
