@@ -20,6 +20,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from forked_commands import run_in_shell
 
@@ -108,6 +109,9 @@ def display_faults(page: str) -> list[str]:
     return faults
 
 
+# The tests of different pages run in parallel, so each process uses only one OpenMP thread. All processes of a page use
+# the same number of threads, because the last bits of a loss depend on it.
+@patch.dict(os.environ, {"OMP_NUM_THREADS": "1"})
 def run(page: Path, folder: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     found = blocks(page.read_text("utf-8"))
@@ -124,8 +128,6 @@ def run(page: Path, folder: Path) -> None:
 def run_command(place: str, command: str, shown: str, folder: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     plain = {"PATH": path, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
-    # The tests of different pages run in parallel, so each command uses only one OpenMP thread.
-    plain["OMP_NUM_THREADS"] = "1"
     # The command may end in a comment, so the closing brace is on its own line.
     code, printed, _ = run_in_shell(f"{{ {command}\n}} 2>&1", folder=folder, environment=os.environ | plain)
     said = re.search(r"# exit (\d+)$", command)
