@@ -101,12 +101,14 @@ def lay_out_columns(
             distinct.append(trace.laid_out)
         return known.get(shape)
 
+    # First, assign the cached traces. The first conversation of a shape is chosen if its trace is due for a check.
     for shape, rows in rows_of.items():
         if (shared := shared_by(shape)) is not None:
             for row in rows:
                 which[row] = shared[1]
             if shared[0].use(len(rows)):
                 to_confirm.add(rows[0])
+    # Then check the traces and lay out the other conversations, in order, so that the first rejected one is reported.
     for row in sorted(to_confirm | {row for row, at in enumerate(which) if at < 0}):
         shape = shapes[row]
         shared = None if row in odd else shared_by(shape)
