@@ -145,6 +145,36 @@ def test_a_wrong_cached_trace_is_detected_in_columns():
         renderer.render(records)
 
 
+def test_a_wrong_trace_of_an_earlier_block_is_detected_at_the_first_conversation_that_uses_it():
+    renderer = open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / "qwen2_5.jinja"))
+    longer = [*TALK, *TALK]
+    renderer.lay_out_columns(columns_of(written([{"messages": TALK}, {"messages": longer}])))
+    path = written([{"messages": talk} for talk in (longer, TALK, longer, TALK)])
+    right = TemplateRenderer.text
+
+    def wrong_for_short(self, record, *args, **options):
+        return "other" if len(record.messages) == 2 else right(self, record, *args, **options)
+
+    with patch.object(TemplateRenderer, "text", wrong_for_short):
+        records = renderer.lay_out_columns(columns_of(path))
+    assert isinstance(records, list)
+    faults: list[RecordError] = []
+    assert [record.line for record in renderer.renderable(records, faults.append)] == [1, 3, 4]
+    assert [(fault.line, fault.kind) for fault in faults] == [(2, "not_alike")]
+
+
+def test_several_new_shapes_in_one_block_give_the_same_rows_as_records():
+    longer = [{"role": "system", "content": "Be brief."}, *TALK, *TALK]
+    talks = [[{**one, "content": f"{one['content']} {at}"} for one in (TALK, longer)[at % 2]] for at in range(12)]
+    path = written([{"messages": talk} for talk in talks])
+    in_columns, by_record = renderers.__wrapped__("qwen2_5")
+    laid_out = in_columns.lay_out_columns(columns_of(path))
+    assert isinstance(laid_out, LaidOutColumns)
+    # The first conversation of each shape is derived; the others of the shape share one layout.
+    assert laid_out.laid_out.which.tolist() == [0, 1, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3]
+    assert outcome(in_columns, laid_out) == outcome(by_record, read_records([path]))
+
+
 def test_records_after_a_rejected_one_are_not_laid_out_yet():
     renderer = open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / "gemma3.jinja"))
     refused = [TALK[1], TALK[0], TALK[1]]
