@@ -16,8 +16,8 @@ except ImportError:  # pragma: no cover
 
 
 def part_hashes(data: bytes | bytearray | memoryview, stop: Index) -> bytes:
-    """Return the first 16 bytes of the SHA-256 of each part, concatenated. `stop` has the end offset of each part in
-    `data`; a part starts where the previous part ends.
+    """Return the first 16 bytes of the SHA-256 of each part, concatenated. `stop` contains the end offset of each
+    part in `data`; a part starts where the previous part ends.
     """
     if _columns is not None:
         return _columns.keys(data, np.ascontiguousarray(stop, dtype=np.int64))

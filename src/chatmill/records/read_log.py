@@ -37,8 +37,8 @@ class ReadLog:
     """Records and hashes the bytes of a file as they are read. Bytes can be read in any order, and the file can be
     opened more than once.
 
-    The digest is the SHA-256 of the hashes of all blocks of `BLOCK` bytes, followed by the bytes that are left. The
-    blocks of one read are hashed several at a time, which is faster than one SHA-256 of all bytes. The digest depends
+    The digest is the SHA-256 of the hashes of all complete blocks of `BLOCK` bytes, followed by the remaining bytes.
+    Several blocks of one read are hashed at a time, which is faster than one SHA-256 of all bytes. The digest depends
     only on the bytes and their order, and not on how many bytes each read returns.
     """
 

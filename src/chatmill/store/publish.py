@@ -30,8 +30,9 @@ from chatmill.store.metadata import listed_files, read_metadata
 SHOWN = 3
 """Maximum number of file names in an error message; the message gives only the number of the remaining files."""
 MANY = 64
-"""Minimum number of files in a folder that are removed by several threads."""
+"""Minimum number of files in a folder for which several threads remove the files."""
 THREADS = 8
+"""Number of these threads."""
 
 
 # Functions that determine which files chatmill wrote.
@@ -299,9 +300,9 @@ def remove_contents(folder: Path, kind: FolderKind) -> str:
     own_files, folders = [path for path in own if path[-1] != "/"], [path for path in own if path[-1] == "/"]
     with ThreadPoolExecutor(THREADS) as pool:
         # Freeing the memory that caches a large file takes milliseconds, so several threads remove many files faster.
-        each = pool.map if len(own_files) >= MANY else map
+        map_files = pool.map if len(own_files) >= MANY else map
         # Remove contents before their folder, and the marker last, because it lists the files that may be removed.
-        results = chain(each(remove, own_files), map(remove, [*folders, kind.marker]))
+        results = chain(map_files(remove, own_files), map(remove, [*folders, kind.marker]))
         return next(filter(None, results), "")
 
 

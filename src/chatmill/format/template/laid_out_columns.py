@@ -95,15 +95,15 @@ def lay_out_columns(
     which = [-1] * len(shapes)
     to_confirm: set[int] = set()
 
-    def shared_by(shape: bytes) -> tuple[CachedTrace, int] | None:
+    def shared_trace(shape: bytes) -> tuple[CachedTrace, int] | None:
         if shape not in known and (trace := plain((False, shape))) is not None:
             known[shape] = trace, len(distinct)
             distinct.append(trace.laid_out)
         return known.get(shape)
 
-    # First, assign the cached traces. The first conversation of a shape is chosen if its trace is due for a check.
+    # First, assign the cached traces. If a trace is due for a check, check it with the first conversation of its shape.
     for shape, rows in rows_of.items():
-        if (shared := shared_by(shape)) is not None:
+        if (shared := shared_trace(shape)) is not None:
             for row in rows:
                 which[row] = shared[1]
             if shared[0].use(len(rows)):
@@ -111,7 +111,7 @@ def lay_out_columns(
     # Then check the traces and lay out the other conversations, in order, so that the first rejected one is reported.
     for row in sorted(to_confirm | {row for row, at in enumerate(which) if at < 0}):
         shape = shapes[row]
-        shared = None if row in odd else shared_by(shape)
+        shared = None if row in odd else shared_trace(shape)
         if shared is not None and which[row] < 0:
             # An earlier conversation of this block has added the trace.
             which[row] = shared[1]
