@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import signal
@@ -138,6 +139,21 @@ def test_a_process_killed_while_writing_a_shard_is_reported_in_one_line(tmp_path
     assert not (tmp_path / "two").exists()
     build(job, tmp_path / "two", workers=2, resume=True)
     assert digests(tmp_path / "two") == digests(tmp_path / "one")
+
+
+def test_a_process_killed_before_all_work_is_submitted_is_reported_in_one_line(request):
+    if not may_fork(request):
+        return
+
+    def items():
+        yield 1
+        while multiprocessing.active_children():
+            time.sleep(0.01)
+        yield 2
+
+    work = engine.LocalEngine(2).in_order(lambda item: os.kill(os.getpid(), signal.SIGKILL), items(), processes=2)
+    with pytest.raises(ChatmillError, match=r"a worker process was killed, .*; continue with --resume"):
+        list(work)
 
 
 def test_a_shard_that_cannot_be_written_is_an_error_with_its_file(tmp_path, monkeypatch, request):

@@ -113,20 +113,16 @@ class LocalEngine:
                                 pending.append(pool.submit(_run, item))
                         if not pending:
                             break
-                        yield self._result(pending.popleft())
+                        yield pending.popleft().result()
+                except BrokenProcessPool:
+                    what = "a worker process was killed, perhaps because memory ran out"
+                    raise ChatmillError(f"{what}; {self.if_killed}") from None
                 finally:
                     # Workers that are still running exit when this pipe is closed.
                     os.close(held)
         finally:
             os.close(ended)
             gc.unfreeze()
-
-    def _result(self, future: Future[R]) -> R:
-        try:
-            return future.result()
-        except BrokenProcessPool:
-            what = "a worker process was killed, perhaps because memory ran out"
-            raise ChatmillError(f"{what}; {self.if_killed}") from None
 
 
 # Code that runs in worker processes.
