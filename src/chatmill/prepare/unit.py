@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count as numbers
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,6 +49,8 @@ CHUNK = 512
 """Number of records to render at a time if they are not in columns."""
 WARM_SOURCES = 8
 """Number of sources from which a renderer fills its caches before the workers start."""
+WARM_BLOCKS = 2
+"""Number of blocks of each of these sources from which the caches are filled."""
 FILE_TOKENS = 2**22
 """Number of tokens after which a unit starts another staged file."""
 Batch = Sequence[Record] | Sequence[Unrolled]
@@ -160,8 +163,8 @@ def run_unit(
 
 
 def first_blocks(units: Iterable[Unit]) -> Iterator[ChatColumns]:
-    """Yield the first block of conversations of each source, for the first `WARM_SOURCES` sources with plain local
-    files. Invalid records are ignored, because the worker that reads their unit reports them.
+    """Yield the first `WARM_BLOCKS` blocks of conversations of each source, for the first `WARM_SOURCES` sources with
+    plain local files. Invalid records are ignored, because the worker that reads their unit reports them.
     """
     parts = {unit.source: unit.part for unit in reversed([*units])}
     for source in sorted(parts)[:WARM_SOURCES]:
@@ -169,9 +172,8 @@ def first_blocks(units: Iterable[Unit]) -> Iterator[ChatColumns]:
         if not (isinstance(part.path, Path) and part.path.is_file()):
             continue
         with suppress(ChatmillError, OSError):
-            block = next(read_blocks(part, on_fault=lambda fault: None, on_end=lambda lines: None), None)
-            if isinstance(block, ChatColumns):
-                yield block
+            blocks = read_blocks(part, on_fault=lambda fault: None, on_end=lambda lines: None)
+            yield from (block for block in islice(blocks, WARM_BLOCKS) if isinstance(block, ChatColumns))
 
 
 def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[Rows, Index]:

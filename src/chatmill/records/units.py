@@ -25,7 +25,7 @@ from chatmill.remote.urls import Place, Url
 _CHUNK = 1 << 18
 BLOCK = 1 << 18
 """Block size in bytes; a block fits in the CPU cache."""
-WIDE_BLOCK = 1 << 21
+WIDE_BLOCK = 1 << 22
 """Block size in bytes when lines are parsed into columns, which is faster with larger blocks."""
 LINE_END_BYTES = 1 << 16
 """Number of bytes per request when searching a remote file for the end of a line."""
@@ -56,11 +56,13 @@ def blocks(
     log: ReadLog | None = None,
 ) -> Iterator[bytes]:
     """Yield the bytes [start, stop) of a file in blocks of whole lines. `start` and `stop` must be at line starts, as
-    returned by `cut`.
+    returned by `cut`. With `stop`, the blocks have about equal sizes, so that the last block is not much smaller.
     """
     held = bytearray()
     with open_bytes(path, log=log, start=start, stop=stop) as file:
         left = 2**63 if stop is None else stop - file.tell()
+        if stop is not None:
+            size = math.ceil(left / max(1, round(left / size)))
         while left > 0 and (data := file.read1(min(size, left))):
             left -= len(data)
             if end := data.rfind(b"\n") + 1:

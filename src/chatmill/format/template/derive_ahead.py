@@ -45,20 +45,31 @@ def first_of_shapes(columns: ChatColumns, skip: set[int]) -> Iterator[FirstOfSha
 
 
 def derive_ahead(
-    shapes: Sequence[FirstOfShape], derive: Derive, process: TemplateProcess, *, processes: int
+    shapes: Sequence[FirstOfShape],
+    derive: Derive,
+    process: TemplateProcess,
+    *,
+    processes: int,
+    before: Callable[[], object],
 ) -> Iterator[tuple[FirstOfShape, DerivedAnswers]]:
-    """Derive each conversation in one of several copies of a template process; skip conversations that are rejected."""
+    """Derive each conversation, in parallel in a template process and its copies; skip conversations that are rejected.
+
+    `before` is called before the process itself is used, while the copies start.
+    """
     # The longest conversations come first, so that all processes end at about the same time.
     shapes = sorted(shapes[:MAX_AHEAD], key=lambda each: -len(each.texts))
     count = min(processes, len(shapes))
     if not count:
         return
-    # Each thread starts its own copy, so that the copies start in parallel.
-    own = threading.local()
+    # The first thread uses the process itself. Each other thread starts its own copy, so that the copies start in
+    # parallel.
+    own, unused = threading.local(), iter([process])
 
     def derived(shape: FirstOfShape) -> DerivedAnswers | None:
         if not hasattr(own, "process"):
-            own.process = stack.enter_context(closing(process.copy()))
+            own.process = next(unused, None) or stack.enter_context(closing(process.copy()))
+            if own.process is process:
+                before()
         try:
             return derive(shape.record, own.process)
         except RecordError:

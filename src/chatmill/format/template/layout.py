@@ -224,7 +224,8 @@ def _layout(
     sections: list[Section] = []
     borders: list[tuple[int, tuple[TextItem, ...], bool]] = []
     section, border = np.full((2, len(cells)), -1, dtype=np.int64)
-    known: list[list[int]] = [[] for _ in cells]
+    known: dict[int, list[int]] = {}
+    literals: dict[int, str] = {}
     at = 0
     while at < len(cells):
         if (token := cells[at].token) is not None:
@@ -241,7 +242,7 @@ def _layout(
         texts = [merge_literals(item for cell in cells[at : n + 1] for item in cell.text) for n in range(at, stop)]
         text = fill_slots(texts[0], ()) if len(texts) == 1 and _is_literal(texts[0]) else None
         if encoder and encoder.by_sections and text and not text_tokens.any_in([text]) and encoder.is_normal(text):
-            known[at] = encoder.tokenizer.encode(encoder.strip(text, *around)[0])
+            literals[at] = encoder.strip(text, *around)[0]
         else:
             section[at:stop] = len(sections)
             border[at : stop - 1] = np.arange(stop - at - 1) + len(borders)
@@ -251,19 +252,26 @@ def _layout(
             ]
             sections.append(Section(texts[-1], *around, at, stop))
         at = stop
+    if encoder and literals:
+        distinct = [*dict.fromkeys(literals.values())]
+        encoded, start = encoder.tokenizer.encode_batch(distinct)
+        parts = (encoded[begin:end].tolist() for begin, end in pairwise(start))
+        ids_of = dict(zip(distinct, parts, strict=True))
+        known |= {at: ids_of[text] for at, text in literals.items()}
+    known_ids = [known.get(at, []) for at in range(len(cells))]
     first = [n for n, cell in enumerate(cells) if n == 0 or cell.kind != cells[n - 1].kind]
     spans = np.zeros(len(first), dtype=SPAN)
     spans["target"] = OWN_ID
     for number, field in enumerate(SpanKind._fields):
         spans[field] = [cells[n].kind[number] for n in first]
-    lengths = np.array([len(ids) for ids in known], dtype=np.int64)
+    lengths = np.array([len(of_cell) for of_cell in known_ids], dtype=np.int64)
     return TokenLayout(
         sections=tuple(sections),
         tokens=tuple(cell.token for cell in cells),
         texts=tuple(merge_literals(cell.text) for cell in cells),
         section=section,
         border=border,
-        ids=np.array([id for ids in known for id in ids], dtype=np.uint32),
+        ids=np.array([id for of_cell in known_ids for id in of_cell], dtype=np.uint32),
         lengths=lengths,
         starts=offsets(lengths)[:-1],
         border_section=np.array([number for number, _, _ in borders], dtype=np.int64),

@@ -199,8 +199,11 @@ class TemplateRenderer:
             return self.derive(record, cacheable=True, process=process)
 
         shapes = {shape.key: shape for block in blocks for shape in first_of_shapes(block, self._search.rows(block))}
+        ahead = derive_ahead(
+            [*shapes.values()], derive, self.process, processes=processes, before=lambda: self.turn_marks(False)
+        )
         try:
-            for shape, derived in derive_ahead([*shapes.values()], derive, self.process, processes=processes):
+            for shape, derived in ahead:
                 self._derive_layout(shape.key, shape.texts, shape.record, False, derived)
         except ChatmillError:
             # A worker that renders the conversation reports the error, with the place of the record.

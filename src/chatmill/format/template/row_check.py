@@ -58,8 +58,9 @@ def expected_answers(contexts: Sequence[Context], encode: Encode, *, rewrites: b
     `strips` if some control tokens remove the whitespace before them (lstrip).
     """
     headers, tails = [], []
+    encoded = {text: encode(text) for text in {context.text for context in contexts}}
     for context in contexts:
-        ids, is_control, tail = encode(context.text)
+        ids, is_control, tail = encoded[context.text]
         controls = [at for at, control in enumerate(is_control) if control]
         headers.append(ids[controls[0] : controls[-1] + 1] if controls else [])
         tails.append(-1 if rewrites or (strips and tail != tail.rstrip()) else len(tail.encode()))

@@ -23,7 +23,7 @@ from jinja2.runtime import Context, Undefined
 from chatmill.errors import ChatmillError, DataError, RecordError, one_line
 from chatmill.format.template.tracing.formatting import check_plain
 from chatmill.format.template.tracing.limits import LimitError, Meter, TimeLimitError
-from chatmill.format.template.tracing.sandbox import Rewriter, Sandbox, sandbox_call, statement
+from chatmill.format.template.tracing.sandbox import OF_DICT, Rewriter, Sandbox, sandbox_call, statement
 from chatmill.format.template.tracing.steps import LENGTHS, STEP_FUNCTIONS
 from chatmill.format.template.tracing.trace import OUTSIDE, Rendering, TracedPiece
 from chatmill.format.template.tracing.traced_markup import TracedMarkup, escaped, mapped, marked, unmarked
@@ -35,6 +35,7 @@ from chatmill.format.template.tracing.traced_str import (
     made,
     opaque,
     texts_in,
+    total,
     untraced,
 )
 from chatmill.format.template.tracing.values import UndefinedVariableError
@@ -151,6 +152,9 @@ OF_TRACED_METHODS = ("format", "truncate")
 """Filters whose result is traced if the input is traced. For other filters, the origin of the result is unknown."""
 
 
+TEXTS = frozenset((TracedStr, str))
+
+
 class TracedSandbox(Sandbox):
     concat = staticmethod(joined)  # type: ignore[assignment]  # joins traced texts
 
@@ -231,14 +235,25 @@ class TracedSandbox(Sandbox):
             return bool(value.observe(function, number))
         return bool(STEP_FUNCTIONS[function].call(value, number))
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def total(self, *values: Any) -> Any:
+        if not TEXTS.issuperset(map(type, values)):
+            return super().total(*values)
+        self.meter.check_size(sum(map(str.__len__, values)))
+        return total(values)
+
+    def call_binop(self, context: Context | None, operator: str, left: Any, right: Any) -> Any:
         if operator == "+" and type(left) is type(right) is TracedStr:
             # Nearly all operations of a template concatenate texts.
-            self.meter.check_size(str.__len__(left) + str.__len__(right))
-            return added(left, right)
+            text = added(left, right)
+            if str.__len__(text) > self.meter.max_characters:
+                self.meter.check_size(str.__len__(text))
+            return text
         return super().call_binop(context, operator, literal(left) if type(left) is str else left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute in obj and attribute not in OF_DICT:
+            # Nearly all lookups read a field of a message.
+            return obj[attribute]
         return super().getattr(literal(obj) if type(obj) is str else obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
@@ -292,11 +307,6 @@ class TracedSandbox(Sandbox):
     def owner(self) -> int:
         """Return the index of the current message in the innermost loop over messages."""
         return next(reversed(self._message_of_loop.values()), OUTSIDE)
-
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        if getattr(__obj, "__func__", None) is TracedSandbox.enter:
-            return __obj(*args)
-        return super().call(__context, __obj, *args, **kwargs)
 
     def begin(self, messages: Mapping[int, int]) -> None:
         self.messages = messages

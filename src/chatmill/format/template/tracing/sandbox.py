@@ -86,7 +86,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, *, now: datetime | None = None) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, undefined=UndefinedValue, extensions=[Generation, loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            undefined=UndefinedValue,
+            extensions=[Generation, loopcontrols],
+            # The optimizer would evaluate constant expressions during compilation, without limits.
+            optimized=False,
         )
         self.meter = Meter()
         self.has_tags = False
@@ -119,6 +124,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
         texts = [self.to_text(value) for value in values]
         self.meter.check_size(sum(map(_size, texts)))
         return self.concat(texts)
+
+    def total(self, *values: Any) -> Any:
+        """Add three or more values, usually texts, from left to right."""
+        if TEXT.issuperset(map(type, values)):
+            self.meter.check_size(sum(map(len, values)))
+            return "".join(values)
+        out, *others = values
+        for value in others:
+            out = self.call_binop(None, "+", out, value)
+        return out
 
     def tojson(
         self, x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
@@ -170,7 +185,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict:
-            if attribute not in _OF_DICT:
+            if attribute not in OF_DICT:
                 return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         elif type(obj) is LoopContext and attribute in ATTRIBUTES[LoopContext]:
             return getattr(obj, attribute)
@@ -248,6 +263,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return checked
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        if getattr(__obj, "__name__", None) in OWN_METHODS and getattr(__obj, "__self__", None) is __self:
+            return __obj(*args)
         __self.meter.step()
         if not __self.is_safe_callable(__obj):
             raise SecurityError(f"a {type(__obj).__name__} cannot be called")
@@ -261,7 +278,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             __self.meter.check_size(_size(out))
         return out
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context | None, operator: str, left: Any, right: Any) -> Any:
         if operator == "+" and isinstance(left, str) and isinstance(right, str):
             self.meter.check_size(str.__len__(left) + str.__len__(right))
             return left + right
@@ -311,12 +328,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class Rewriter(NodeTransformer):
-    """Rewrites a Jinja syntax tree so that every loop iteration counts as a step and `~` calls `Sandbox.joined`."""
+    """Rewrites a Jinja syntax tree: every loop iteration counts as a step, `~` calls `Sandbox.joined`, and a chain of
+    `+` calls `Sandbox.total`.
+    """
 
     def __init__(self) -> None:
         self.rules: dict[type[nodes.Node], Callable[[Any], Any]] = {
             nodes.For: self._loop,
             nodes.Concat: self._concat,
+            nodes.Add: self._add,
             nodes.ScopedEvalContextModifier: self._autoescape,
             **dict.fromkeys((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends), self._other_file),
         }
@@ -333,6 +353,17 @@ class Rewriter(NodeTransformer):
     def _concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return sandbox_call("joined", node.nodes, node)
+
+    def _add(self, node: nodes.Add) -> nodes.Node:
+        operands = [node.right]
+        while isinstance(node.left, nodes.Add):
+            node = node.left
+            operands.append(node.right)
+        operands = [self.visit(operand) for operand in (node.left, *reversed(operands))]
+        if len(operands) == 2:
+            node.left, node.right = operands
+            return node
+        return sandbox_call("total", operands, node)
 
     def _autoescape(self, node: nodes.ScopedEvalContextModifier) -> nodes.Node:
         raise TemplateSyntaxError(
@@ -353,7 +384,10 @@ def sandbox_call(method: str, args: list[nodes.Expr], at: nodes.Node) -> nodes.C
     return call.set_lineno(at.lineno)  # type: ignore[return-value]  # returns the node itself
 
 
-_OF_DICT = frozenset(dir(dict))
+OF_DICT = frozenset(dir(dict))
+TEXT = frozenset((str,))
+OWN_METHODS = frozenset(("enter", "total"))
+"""Methods of a sandbox that the rewritten templates call. Their calls do not count as steps."""
 _WITH_ITEMS = (dict, list, tuple, str, range)
 _CALLABLE = (BuiltinMethodType, FunctionType, MethodType, Macro, LoopContext, Joiner, TemplateDict)
 

@@ -200,8 +200,24 @@ class TracedStr(str):
             self.trace.cacheable = False
 
 
+def total(texts: Sequence[str]) -> TracedStr:
+    """Concatenate texts faster than `joined`, because a template may concatenate texts thousands of times."""
+    text = str.__new__(TracedStr, "".join(texts))
+    pieces: tuple[TracedPiece, ...] = ()
+    trace = None
+    for part in texts:
+        if type(part) is TracedStr:
+            trace = trace or part.trace
+            # Drop texts that are empty in all conversations.
+            if part.trace is not None or str.__len__(part):
+                pieces += part.pieces
+        elif part:
+            pieces += (TracedPiece(part),)
+    text.pieces, text.trace = pieces, trace
+    return text
+
+
 def added(left: TracedStr, right: TracedStr) -> TracedStr:
-    """Concatenate two texts faster than `joined`, because a template may concatenate texts thousands of times."""
     text = str.__new__(TracedStr, str.__add__(left, right))
     text.pieces = tuple([piece for piece in left.pieces + right.pieces if piece.text or piece.slot is not None])
     text.trace = left.trace or right.trace
