@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.filters import FILTERS
-from jinja2.runtime import Context, Undefined
+from jinja2.runtime import Undefined
 
 from chatmill.errors import ChatmillError, DataError, RecordError, one_line
 from chatmill.format.template.tracing.formatting import check_plain
@@ -241,7 +241,7 @@ class TracedSandbox(Sandbox):
         self.meter.check_size(sum(map(str.__len__, values)))
         return total(values)
 
-    def call_binop(self, context: Context | None, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+" and type(left) is type(right) is TracedStr:
             # Nearly all operations of a template concatenate texts.
             text = added(left, right)
