@@ -118,6 +118,16 @@ def test_the_first_blocks_are_those_of_each_source_with_readable_local_files(tmp
     assert [len(block) for block in unit.first_blocks([*units, *units])] == [1, 2]
 
 
+def test_the_first_two_blocks_of_a_source_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "WIDE_BLOCK", 1_000)
+    (tmp_path / "a.jsonl").write_bytes(lines([{"messages": [{"role": "user", "content": "Hi"}]}] * 200))
+    parts = units_of(
+        Job((InputSource((str(tmp_path / "a.jsonl"),)),)), InputFiles([[str(tmp_path / "a.jsonl")]]), 9_000
+    )
+    found = [*unit.first_blocks(parts)]
+    assert len(found) == 2 and 10 < len(found[0]) < 50
+
+
 def test_the_folder_of_the_input_does_not_change_a_byte(tmp_path, inputs):
     (tmp_path / "elsewhere").mkdir()
     moved = write_corpus(tmp_path / "elsewhere")

@@ -172,6 +172,15 @@ def test_blocks_have_the_same_records_and_faults_as_the_part(tmp_path, monkeypat
             assert share == 0.5 or kinds == {0: {ChatColumns}, 1: {list}}.get(share, {ChatColumns, list})
 
 
+@pytest.mark.parametrize("size", [100, 999, 1000, 1001, 1490, 1510, 2400, 2600, 9999])
+def test_the_blocks_of_a_part_have_about_equal_sizes(tmp_path, size):
+    (tmp_path / "a.jsonl").write_bytes(data := b'{"a": 1}\n' * (size // 9))
+    found = [*units.blocks(tmp_path / "a.jsonl", limit=10**6, stop=len(data), size=1000)]
+    assert b"".join(found) == data
+    assert len(found) == max(1, round(len(data) / 1000))
+    assert max(map(len, found)) - min(map(len, found)) <= 2 * len(found) + 9
+
+
 def one_by_one(part: FilePart) -> tuple[list[Record], list[str], list[int]]:
     faults: list[str] = []
     ends: list[int] = []

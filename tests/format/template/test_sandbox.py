@@ -50,6 +50,15 @@ VALUES = (
     *("nothing", "messages[0].nothing", "[] | first", "messages[1].content | safe", "'<%s>' | safe", "call.name | e"),
     *("call.arguments.a", "call.arguments.a | safe", "call.arguments.a | forceescape"),
 )
+TEXTS = (
+    "messages[0].content",
+    "messages[1].role",
+    "' '",
+    "''",
+    "call.name",
+    "(call.name | safe)",
+    "messages[0].content[:0]",
+)
 METHODS = (
     *("upper()", "title()", "strip()", "strip('H')", "split()", "split(',', 1)", "rsplit(',')", "splitlines(true)"),
     *("replace('i', 'o')", "replace('i', 'oo', 1)", "find('i')", "index('e')", "count('e')", "startswith(('H', ' '))"),
@@ -124,6 +133,8 @@ EXPRESSIONS = st.one_of(
         st.sampled_from(("+", "*", "%", "~", "==", "in", "//", "-", "<")),
         st.sampled_from(VALUES),
     ).map(lambda parts: f"({parts[0]}) {parts[1]} ({parts[2]})"),
+    st.lists(st.sampled_from(VALUES), min_size=3, max_size=5).map(lambda values: " + ".join(f"({x})" for x in values)),
+    st.lists(st.sampled_from(TEXTS), min_size=3, max_size=5).map(" + ".join),
     st.tuples(st.sampled_from(VALUES), OPERATIONS, OPERATIONS).map(lambda parts: f"(({parts[0]}){parts[1]}){parts[2]}"),
     st.tuples(
         st.sampled_from(("%5.1f|%x", "%-4d.", "%+d%%", "%s %s", "%r", "%(name)s", "%5s|%c", "%e", "%.2s")),
@@ -181,6 +192,7 @@ def test_a_traced_expression_gives_the_text_of_the_plain_one_or_an_error(express
 
 
 SAFE = (
+    *("'<' + (content | safe) + '<' + content", "content + '<' + ('<' | safe)", "'' + content + (content | e) + ''"),
     *("(content | safe) + '<b>'", "'<b>' + (content | safe)", "(content | safe) + content", "content + (content | e)"),
     *(
         "(content | safe) ~ '<b>'",
@@ -224,6 +236,16 @@ def test_a_safe_text_escapes_what_it_is_joined_with_as_in_transformers(expressio
 def test_formatting_with_a_safe_pattern_is_rejected(expression, program):
     with pytest.raises(RecordError, match="on safe text is not available to templates"):
         list(program("{{ " + expression + " }}").run({"content": "<"}, Meter()))
+
+
+@pytest.mark.parametrize("conversion", ["%r", "%s", "%9s", "%-9s|", "%.2s", "%a"])
+@pytest.mark.parametrize("value", ["content", "(content | safe)", "content[1:]", "[content | safe]", "nothing"])
+def test_percent_gives_the_text_of_transformers(conversion, value):
+    source = f"{{{{ '{conversion}' % {value} }}}}"
+    expected = _compile_jinja_template(source).render(content="a'<é")
+    assert "".join(Program(source, "t", Sandbox()).run({"content": "a'<é"}, Meter())) == expected
+    variables = {"content": field("a'<é", FieldPath(0, ("content",)), 0, Trace(["a'<é"])), "messages": []}
+    assert TracedProgram(source, "t").trace(variables, Meter()).text == expected
 
 
 def test_a_large_number_is_data_unless_it_is_a_width():

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatmill.format.template.tracing.trace import FieldPath, Trace, ready, replay
-from chatmill.format.template.tracing.traced_str import TracedStr, field, joined, literal
+from chatmill.format.template.tracing.traced_str import TracedStr, field, joined, literal, total
 
 WORDS = st.text(alphabet="ab <|>/\n", max_size=8)
 SEPARATORS = st.sampled_from(["a", " ", "\n", "<|", "b/"])
@@ -110,6 +110,7 @@ def test_joining_and_formatting_keep_every_piece():
         (literal("{}-{x}").format(one, x=two), "ab-cd"),
         (literal("%s=%s%%") % (one, two), "ab=cd%"),
         (joined([one, literal("/"), two]), "ab/cd"),
+        (total([one, "/", literal("/"), "", two]), "ab//cd"),
     ):
         assert made.plain() == text
         sources = {piece.text: piece.source for piece in made.pieces if piece.source}
@@ -143,6 +144,6 @@ def test_a_lookup_by_text_cannot_be_replayed():
 def test_an_empty_field_is_kept_because_it_may_have_text_in_another_conversation():
     trace = Trace(["", "b"])
     one, two = fields(["", "b"], trace)
-    made = one.strip() + two
-    slots = replay(ready(trace.steps), [" x ", "y"])
-    assert "".join(slots[piece.slot] for piece in made.pieces) == "xy"
+    for made in (one.strip() + two, total(["", one.strip(), literal(""), two])):
+        slots = replay(ready(trace.steps), [" x ", "y"])
+        assert "".join(slots[piece.slot] for piece in made.pieces) == "xy"

@@ -59,8 +59,6 @@ def _field(value: Any, spec: str, conversion: str | None) -> str:
         raise SecurityError(f"the format spec {spec!r} is not available to templates")
     _check_digits(match[1], match[2])
     check_plain(value)
-    if isinstance(value, Undefined):
-        value = str(value)
     if conversion in ("r", "a"):
         value = repr(value) if conversion == "r" else ascii(value)
     elif conversion == "s" or not isinstance(value, _SCALARS):
@@ -94,8 +92,7 @@ def format_percent(pattern: str, values: Any) -> Iterator[tuple[str, Any]]:
             value, used = given[used], used + 1
         check_plain(value)
         field = "%" + match[0][match[0].index(")") + 1 if match["key"] is not None else 1 :]
-        plain = str.__str__(value) if isinstance(value, str) else value
-        yield field % (plain,), value
+        yield str.__str__(field % (value,)), value
     if used < len(given) and not isinstance(values, dict):
         raise TypeError("not all arguments converted during string formatting")
     if pattern[at:]:

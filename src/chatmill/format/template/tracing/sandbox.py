@@ -90,7 +90,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             undefined=UndefinedValue,
             extensions=[Generation, loopcontrols],
-            # The optimizer would evaluate constant expressions during compilation, without limits.
+            # Constant expressions are evaluated when the template runs, so that the limits apply to them.
             optimized=False,
         )
         self.meter = Meter()
@@ -263,7 +263,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return checked
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        if getattr(__obj, "__name__", None) in OWN_METHODS and getattr(__obj, "__self__", None) is __self:
+        if getattr(__obj, "__self__", None) is __self and __obj.__name__ in OWN_METHODS:
             return __obj(*args)
         __self.meter.step()
         if not __self.is_safe_callable(__obj):
