@@ -91,7 +91,6 @@ class LocalEngine:
     ) -> Generator[R, None, None]:
         """Yield the results of `work` in the order of the items, with at most `most` items submitted at a time."""
         # Freeze objects created before the fork, so that garbage collection does not touch their shared pages.
-        gc.collect()
         gc.freeze()
         ended, held = os.pipe()
         watched = [ended] if self.parent is None else [ended, self.parent]
