@@ -256,17 +256,17 @@ def test_after_a_warm_up_known_shapes_are_not_derived_again():
     right = TemplateProcess.derive
 
     def counted(self, template, record, **options):
-        derived.append((self is renderer.process, len(record.messages)))
+        derived.append(len(record.messages))
         return right(self, template, record, **options)
 
     with patch.object(TemplateProcess, "derive", counted):
         renderer.turn_marks(False)
         derived.clear()
         renderer.warm_up([columns_of(first)], processes=2)
-        assert sorted(derived) == [(False, 2), (False, 5)]
+        assert sorted(derived) == [2, 5]
         renderer.lay_out_columns(columns_of(first))
         renderer.lay_out_columns(columns_of(written([{"messages": [*TALK, *TALK]}])))
-    assert derived[2:] == [(True, 4)]
+    assert derived[2:] == [4]
 
 
 def test_a_warm_up_leaves_errors_to_the_process_that_renders_the_record():
@@ -282,10 +282,18 @@ def test_a_warm_up_leaves_errors_to_the_process_that_renders_the_record():
 
 def test_a_warm_up_stops_if_the_template_process_cannot_be_used():
     renderer = open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / "qwen2_5.jinja"))
-    with patch.object(TemplateProcess, "copy", side_effect=DataError("no process")):
+    with patch.object(TemplateProcess, "derive", side_effect=DataError("no process")):
         renderer.warm_up([columns_of(written([{"messages": TALK}]))], processes=2)
     assert len(renderer._cache) == 0
     assert len(renderer.render([*renderer.renderable(read_records([written([{"messages": TALK}])]))])) == 1
+
+
+def test_conversations_are_derived_if_the_template_process_cannot_be_copied():
+    renderer = open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / "qwen2_5.jinja"))
+    path = written([{"messages": TALK * count} for count in range(1, 9)])
+    with patch.object(TemplateProcess, "copy", side_effect=DataError("no process")):
+        renderer.warm_up([columns_of(path)], processes=2)
+    assert len(renderer.render(renderer.lay_out_columns(columns_of(path)))) == 8
 
 
 @given(st.lists(st.integers(1, 40), max_size=20))
