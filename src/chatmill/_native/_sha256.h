@@ -33,6 +33,7 @@ static const uint32_t SHA256_ROUND[64] = {
 #define LANES 1
 #define FUNCTION sha256_plain
 #define TARGET_LANES
+#define LOAD_WORDS(words, data, at) memcpy(words, data[0] + (at), 64)
 #include "_sha256_lanes.h"
 
 #if !defined(TARGET)
@@ -75,12 +76,45 @@ TARGET static inline __attribute__((always_inline)) void sha256_blocks(uint32_t 
     for (int l = 0; l < lanes; l++) vst1q_u32(state[l], a[l]), vst1q_u32(state[l] + 4, e[l]);
 }
 #else
+/* Load 64 bytes of each message from offset `at`, and set word n of `words` to word n of every message. */
+__attribute__((target("avx2"))) static inline void words_avx2(void *words, const uint8_t *const *data, int64_t at) {
+    for (int n = 0; n < 4; n++, at += 16) {
+        __m256i part[4], *w = (__m256i *)words + 4 * n;
+        for (int l = 0; l < 4; l++)
+            part[l] = _mm256_inserti128_si256(
+                _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(data[l] + at))),
+                _mm_loadu_si128((const __m128i *)(data[l + 4] + at)), 1);
+        __m256i a = _mm256_unpacklo_epi32(part[0], part[1]), b = _mm256_unpacklo_epi32(part[2], part[3]);
+        __m256i c = _mm256_unpackhi_epi32(part[0], part[1]), d = _mm256_unpackhi_epi32(part[2], part[3]);
+        w[0] = _mm256_unpacklo_epi64(a, b), w[1] = _mm256_unpackhi_epi64(a, b);
+        w[2] = _mm256_unpacklo_epi64(c, d), w[3] = _mm256_unpackhi_epi64(c, d);
+    }
+}
+
+__attribute__((target("avx512f"))) static inline void words_avx512(void *words, const uint8_t *const *data, int64_t at) {
+    for (int n = 0; n < 4; n++, at += 16) {
+        __m512i part[4], *w = (__m512i *)words + 4 * n;
+        for (int l = 0; l < 4; l++) {
+            __m512i of = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(data[l] + at)));
+            of = _mm512_inserti32x4(of, _mm_loadu_si128((const __m128i *)(data[l + 4] + at)), 1);
+            of = _mm512_inserti32x4(of, _mm_loadu_si128((const __m128i *)(data[l + 8] + at)), 2);
+            part[l] = _mm512_inserti32x4(of, _mm_loadu_si128((const __m128i *)(data[l + 12] + at)), 3);
+        }
+        __m512i a = _mm512_unpacklo_epi32(part[0], part[1]), b = _mm512_unpacklo_epi32(part[2], part[3]);
+        __m512i c = _mm512_unpackhi_epi32(part[0], part[1]), d = _mm512_unpackhi_epi32(part[2], part[3]);
+        w[0] = _mm512_unpacklo_epi64(a, b), w[1] = _mm512_unpackhi_epi64(a, b);
+        w[2] = _mm512_unpacklo_epi64(c, d), w[3] = _mm512_unpackhi_epi64(c, d);
+    }
+}
+
 /* Without SHA-256 instructions, use vector instructions to hash 8 or 16 messages at the same time. */
 #define LANES 8
+#define LOAD_WORDS words_avx2
 #define FUNCTION sha256_avx2
 #define TARGET_LANES __attribute__((target("avx2")))
 #include "_sha256_lanes.h"
 #define LANES 16
+#define LOAD_WORDS words_avx512
 #define FUNCTION sha256_avx512
 #define TARGET_LANES __attribute__((target("avx512f")))
 #include "_sha256_lanes.h"

@@ -1,7 +1,7 @@
 /* Define a function that computes SHA-256 of LANES messages at the same time, with one message in each lane of a vector.
 
-   This file is included once for each width, with these macros: LANES, FUNCTION (the name of the function), and
-   TARGET_LANES (the attribute of the function). */
+   This file is included once for each width, with these macros: LANES, FUNCTION (the name of the function), TARGET_LANES
+   (the attribute of the function), and LOAD_WORDS (a function that sets word n of `words` to word n of every message). */
 
 #if LANES == 1
 #define WORDS uint32_t
@@ -20,13 +20,9 @@ TARGET_LANES static void FUNCTION(uint32_t (*state)[8], const uint8_t *const *da
     for (int64_t at = 64 * begin; at < 64 * stop; at += 64) {
         WORDS w[16], t[8];
         memcpy(t, s, sizeof s);
-        for (int n = 0; n < 16; n++) {
-            uint32_t lanes[LANES];
-            for (int l = 0; l < LANES; l++) memcpy(&lanes[l], data[l] + at + 4 * n, 4);
-            memcpy(&w[n], lanes, sizeof lanes);
-            /* The words of a message are big-endian. */
+        LOAD_WORDS(w, data, at);
+        for (int n = 0; n < 16; n++) /* The words of a message are big-endian. */
             w[n] = (ROTATED(w[n], 24) & 0x00FF00FF) | (ROTATED(w[n], 8) & 0xFF00FF00);
-        }
 #pragma GCC unroll 64
         for (int n = 0; n < 64; n++) {
             if (n >= 16) {
@@ -55,3 +51,4 @@ TARGET_LANES static void FUNCTION(uint32_t (*state)[8], const uint8_t *const *da
 #undef LANES
 #undef FUNCTION
 #undef TARGET_LANES
+#undef LOAD_WORDS
