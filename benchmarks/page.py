@@ -330,7 +330,9 @@ def with_training(text: str, gpu: dict[str, Any]) -> str:
 
 SHARES: dict[str, Callable[[Results], float]] = {
     "prepare": lambda results: results["prepare"]["share_of_bare"],
-    "prepare_template": lambda results: results["prepare"]["seconds"] / results["prepare_template"]["seconds"],
+    "prepare_template": lambda results: (
+        results["prepare_template"]["with_chatml"] / results["prepare_template"]["seconds"]
+    ),
     "load": lambda results: (
         results["load"]["shapes"][1]["batch_ms"]["copy"] / results["load"]["shapes"][1]["batch_ms"]["logged"]
     ),

@@ -245,10 +245,16 @@ def main() -> None:
         folder = Path(temporary)
         same = [*options_of(data), "--format", args.format, "--template", args.template]
         one, memory = alone(__file__, "--side", "chatmill", *same, "--folder", folder)
-        job = job_of(data, template)
-        renderer = job_renderer(job)
+        # Builds with ChatML and with the template alternate, so that a temporary slowdown affects both. The last build
+        # is compared with the peers.
+        jobs = [job_of(data, named) for named in dict.fromkeys([None, template])]
+        renderers = [job_renderer(job) for job in jobs]
+
+        def builds() -> list[list[float]]:
+            return [[ours(*each, folder)[1] for each in zip(jobs, renderers, strict=True)] for _ in range(args.runs)]
+
         # Half of chatmill's runs come after the peers' runs, so that a temporary slowdown cannot affect all of them.
-        taken = [ours(job, renderer, folder)[1] for _ in range(args.runs)]
+        taken = builds()
         peers: dict[str, Any] = {}
         if not args.no_trl:
             conversations = list(our_conversations(folder / "dataset"))
@@ -262,8 +268,8 @@ def main() -> None:
                     differ = compared(mine, (Path(own) / f"{side}.hashes").read_text().split("\n"))
                 peers[name] = found | {"side": side, "processes": processes, "memory": peak, "differ": differ}
             del conversations
-        taken += [ours(job, renderer, folder)[1] for _ in range(args.runs)]
-        seconds = statistics.median(taken)
+        taken += builds()
+        with_chatml, seconds = (statistics.median(run[at] for run in taken) for at in (0, -1))
         bare = Bare(data.path, data.tokenizer, folder, one["tokens"])
         parts, at_once = bare.parts(args.runs), bare.at_once(args.runs)
     tokens = one["tokens"]
@@ -276,6 +282,7 @@ def main() -> None:
         "rows": one["rows"],
         "runs": args.runs,
         "seconds": seconds,
+        "with_chatml": with_chatml,
         "start_up": one["start_up"],
         "bare": parts,
         "bare_at_once": at_once,
@@ -285,6 +292,7 @@ def main() -> None:
     lines = [
         ("chatmill prepare, start-up (excluded below)", f"{one['start_up']:.1f} s"),
         ("chatmill prepare --pack 4096, two processes, with fsync", f"{seconds:.2f} s, {speed / 1e6:.1f} Mtok/s"),
+        *([] if template is None else [("  time relative to ChatML (target 1.3)", f"{seconds / with_chatml:.2f}")]),
         (
             "  floor: msgspec decode + fastokens encode + write with fsync",
             " + ".join(f"{part:.2f}" for part in parts.values()) + " s",

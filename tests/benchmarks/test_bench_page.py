@@ -251,7 +251,7 @@ def test_updating_the_training_section_equals_regenerating_the_page(run):
 def test_the_page_explains_missed_targets(run):
     item = "- *preparing with a chat template: time relative to ChatML*: "
     for times, wanted in ((1.3, 0), (1.31, 1)):
-        run["prepare_template"] = run["prepare"] | {"seconds": times * run["prepare"]["seconds"]}
+        run["prepare_template"]["seconds"] = times * run["prepare_template"]["with_chatml"]
         text = page.page(run)
         assert (text.count(item), page.with_training(text, run["gpu"])) == (wanted, text)
     assert text.index(item) < text.index("## Rendering")
