@@ -1,4 +1,4 @@
-/* Print the hashes of groups of messages: `sha256 [WAY]`, where WAY is a value of the enum in _sha256.h.
+/* Print the hashes of groups of messages: `sha256 [WAY]`, where WAY is a value that `sha256_way` can return.
 
    A group on stdin consists of the number of messages and their lengths as int64, followed by the messages. The program
    exits with code 3 if the processor does not support WAY. */
@@ -64,16 +64,15 @@ static __m128i rnds2(__m128i one, __m128i two, __m128i three) {
 #include "_sha256.h"
 
 static int is_supported(int way) {
-    if (way == SHA256_PLAIN) return 1;
-#ifdef EMULATED
-    if (way == SHA256_INSTRUCTIONS) return 1;
+#ifndef EMULATED
+    if (way & SHA256_INSTRUCTIONS && !has_sha256()) return 0;
 #endif
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (way == SHA256_AVX2) return __builtin_cpu_supports("avx2");
-    if (way == SHA256_AVX512) return __builtin_cpu_supports("avx512f");
+    if (way & SHA256_AVX2) return __builtin_cpu_supports("avx2");
+    if (way & SHA256_AVX512) return __builtin_cpu_supports("avx512f");
 #endif
-    return way == SHA256_INSTRUCTIONS && has_sha256();
+    return way <= SHA256_INSTRUCTIONS;
 }
 
 int main(int count, char **values) {
@@ -82,7 +81,7 @@ int main(int count, char **values) {
     int64_t size, lengths[SHA256_AVX512], blocks[SHA256_AVX512];
     while (fread(&size, 8, 1, stdin) == 1) {
         uint8_t *messages[SHA256_AVX512], hashes[SHA256_AVX512][32];
-        if (size > way) return 1;
+        if (size > sha256_lanes(way)) return 1;
         if (fread(lengths, 8, size, stdin) != (size_t)size) return 1;
         for (int n = 0; n < size; n++) {
             messages[n] = malloc(lengths[n] + 72);

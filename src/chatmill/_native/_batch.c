@@ -288,12 +288,12 @@ static PyObject *rows(PyObject *module, PyObject *args) {
     uint8_t *messages = NULL;
     const uint8_t *begins[SHA256_AVX512];
     int64_t blocks[SHA256_AVX512];
-    int way = sha256_way();
+    int way = sha256_way(), lanes = sha256_lanes(way);
     if (fits && rows_a_step) {
         /* Allocate a message for each row that is hashed at the same time. A message is large enough for the numbers,
            bits and ids of any row and for 72 bytes of padding. */
         bits_at = 8 * (8 + most + 2 * size), ids_at = bits_at + (size + 7) / 8, message_size = ids_at + 4 * size + 72;
-        messages = PyMem_Malloc((way < num_rows ? way : num_rows) * message_size);
+        messages = PyMem_Malloc((lanes < num_rows ? lanes : num_rows) * message_size);
         if (messages == NULL) PyErr_NoMemory(), fits = 0;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -312,7 +312,7 @@ static PyObject *rows(PyObject *module, PyObject *args) {
                    0,
                    (int64_t *)out[7].buf + r * COUNTS,
                    {NULL, NULL, NULL, 0}};
-        int lane = (int)(r % way);
+        int lane = (int)(r % lanes);
         uint8_t *message = messages == NULL ? NULL : messages + lane * message_size;
         if (message) {
             row.message = (Message){message, message + bits_at, message + ids_at, 0};
@@ -336,7 +336,7 @@ static PyObject *rows(PyObject *module, PyObject *args) {
         if (message == NULL) continue;
         int64_t place = (int64_t)((uint64_t)first_row + r % rows_a_step);
         begins[lane] = end_message(&row, steps[r / rows_a_step], place, &blocks[lane]);
-        if (lane == way - 1 || r == num_rows - 1) {
+        if (lane == lanes - 1 || r == num_rows - 1) {
             uint8_t hashes[SHA256_AVX512][32];
             sha256(begins, blocks, lane + 1, way, hashes);
             for (int n = 0; n <= lane; n++) memcpy((uint8_t *)out[8].buf + 16 * (r - lane + n), hashes[n], 16);

@@ -450,12 +450,12 @@ static PyObject *keys(PyObject *module, PyObject *args) {
     }
     /* Hash records of similar size at the same time. */
     if (fits) qsort(records, count, sizeof *records, by_size);
-    int way = sha256_way();
-    for (Py_ssize_t at = 0; fits && at < count; at += way) {
+    int way = sha256_way(), lanes = sha256_lanes(way);
+    for (Py_ssize_t at = 0; fits && at < count; at += lanes) {
         const uint8_t *texts[SHA256_AVX512];
         uint8_t hashes[SHA256_AVX512][32];
         int64_t sizes[SHA256_AVX512];
-        int several = (int)(count - at < way ? count - at : way);
+        int several = (int)(count - at < lanes ? count - at : lanes);
         for (int n = 0; n < several; n++)
             texts[n] = (const uint8_t *)data.buf + records[at + n].start, sizes[n] = records[at + n].size;
         sha256_unpadded(texts, sizes, several, way, hashes);

@@ -403,10 +403,12 @@ class TracedProgram(Program):
         running: Any = self._template.root_render_func(self._template.new_context(dict(variables)))
         try:
             for text in running:
-                at = running.gi_frame.f_lineno
-                if at not in self._lines:
-                    self._lines[at] = self._template.get_corresponding_lineno(at)
-                self._line = self._lines[at]
+                at = running.gi_frame.f_lasti
+                line = self._lines.get(at)
+                if line is None:
+                    # Finding the line of an instruction takes time that grows with the size of the template.
+                    line = self._lines[at] = self._template.get_corresponding_lineno(running.gi_frame.f_lineno)
+                self._line = line
                 yield text
         except Exception:
             self.sandbox.handle_exception()

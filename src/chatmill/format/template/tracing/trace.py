@@ -202,12 +202,16 @@ def pattern_of(pieces: Sequence[TracedPiece]) -> tuple[str | None, ...]:
 def merge_literals(items: Iterable[TextItem]) -> tuple[TextItem, ...]:
     """Return the items with adjacent literal strings joined."""
     merged: list[TextItem] = []
+    literals: list[str] = []
     for item in items:
-        if isinstance(item, str) and merged and isinstance(merged[-1], str):
-            merged[-1] += item
-        else:
-            merged.append(item)
-    return tuple(merged)
+        if isinstance(item, str):
+            literals.append(item)
+            continue
+        if literals:
+            merged.append("".join(literals))
+            literals.clear()
+        merged.append(item)
+    return (*merged, "".join(literals)) if literals else tuple(merged)
 
 
 def common_length(one: str, other: str) -> int:

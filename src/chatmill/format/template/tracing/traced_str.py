@@ -109,7 +109,7 @@ class TracedStr(str):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, str):
             return False
-        if self.trace is None and getattr(other, "trace", None) is None:
+        if self.trace is None and (type(other) is str or getattr(other, "trace", None) is None):
             return str.__eq__(self, other)
         return bool(self.observe("eq", other))
 
