@@ -248,6 +248,39 @@ static void release(Py_buffer *buffers, Py_ssize_t count) {
     for (Py_ssize_t n = 0; n < count; n++) PyBuffer_Release(&buffers[n]);
 }
 
+/* Memory for messages is kept for the next call, because the system clears the pages of new memory. It is taken and given
+   while the GIL is held. */
+
+#if defined(__SANITIZE_ADDRESS__)
+enum { KEPT_MEMORY = 0 }; /* The sanitizer finds accesses after the end of memory only if each call allocates its own. */
+#else
+enum { KEPT_MEMORY = 1 << 22 };
+#endif
+static void *kept_memory;
+
+/* Return at least `size` bytes of memory, or NULL if there is not enough. */
+static void *take_memory(Py_ssize_t size) {
+    Py_ssize_t *memory = size <= KEPT_MEMORY ? kept_memory : NULL;
+    if (memory != NULL && *memory >= size) {
+        kept_memory = NULL;
+        return memory + 8;
+    }
+    memory = PyMem_Malloc(size + 8 * sizeof *memory);
+    if (memory == NULL) return NULL;
+    *memory = size;
+    return memory + 8;
+}
+
+static void give_memory(void *taken) {
+    if (taken == NULL) return;
+    Py_ssize_t *memory = (Py_ssize_t *)taken - 8;
+    if (*memory <= KEPT_MEMORY) {
+        Py_ssize_t *smaller = kept_memory;
+        kept_memory = memory, memory = smaller;
+    }
+    PyMem_Free(memory);
+}
+
 PyDoc_STRVAR(rows_doc,
              "rows(x, y, loss_mask, weights, positions, segments, episode_ids, counts, tokens, spans, episodes, first,\n"
              "     borders, size, most_segments, width, pad, use_loss_mask, pad_part[, digests, steps, first_row])\n\n"
@@ -293,7 +326,7 @@ static PyObject *rows(PyObject *module, PyObject *args) {
         /* Allocate a message for each row that is hashed at the same time. A message is large enough for the numbers,
            bits and ids of any row and for 72 bytes of padding. */
         bits_at = 8 * (8 + most + 2 * size), ids_at = bits_at + (size + 7) / 8, message_size = ids_at + 4 * size + 72;
-        messages = PyMem_Malloc((lanes < num_rows ? lanes : num_rows) * message_size);
+        messages = take_memory((lanes < num_rows ? lanes : num_rows) * message_size);
         if (messages == NULL) PyErr_NoMemory(), fits = 0;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -343,7 +376,7 @@ static PyObject *rows(PyObject *module, PyObject *args) {
         }
     }
     Py_END_ALLOW_THREADS
-    PyMem_Free(messages);
+    give_memory(messages);
     release(source.spans, source.num_spans), PyMem_Free(source.spans);
 end:
     if (source.tokens != NULL) release(source.tokens, source.num_tokens), PyMem_Free(source.tokens);
