@@ -59,18 +59,18 @@ STEPS = [
         ("--format", "template", "--runs", 2, "--peer-rows", 100),
     ),
     Step("pack", "pack.py", False, ("--runs", 7), ("--runs", 2, "--rows", 50_000)),
-    Step("prepare", "prepare.py", True, ("--runs", 7), ("--runs", 2)),
+    Step("prepare", "prepare.py", True, ("--runs", 4), ("--runs", 1)),
     Step(
         "prepare_template",
         "prepare.py",
         True,
-        ("--format", "template", "--runs", 5),
-        ("--format", "template", "--runs", 2),
+        ("--format", "template", "--runs", 4),
+        ("--format", "template", "--runs", 1),
     ),
     Step("cores", "cores.py", True, (), ("--times", 2, "--runs", 1)),
     Step("startup", "startup.py", True, (), ("--runs", 2)),
     Step("near", "near_dedupe.py", False, (), ("--records", 5_000, "--peer-records", 5_000)),
-    Step("load", "load.py", True, ("--billion", "--runs", 7), ("--billion", "--runs", 2)),
+    Step("load", "load.py", True, ("--billion", "--runs", 31), ("--billion", "--runs", 2)),
     Step("mix", "mix.py", False, (), ("--rows", 20_000)),
     Step("certify", "templates.py", False, (), ("--first", 4)),
     Step("open", "open.py", False, ("--folder", DATA), ("--folder", DATA, "--episodes", 200_000)),
@@ -190,7 +190,9 @@ def read(results: Path) -> Results:
 
 def write(found: Results, out: Path, *, whole: bool) -> list[Path]:
     """Write the flame graphs. If `whole` is true, also write the results page and its chart."""
-    texts = {"benchmarks.md": page(found), "benchmarks.svg": chart(found)} if whole else {}
+    earlier = out / "benchmarks.md"
+    before = earlier.read_text("utf-8") if earlier.is_file() else ""
+    texts = {"benchmarks.md": page(found, before), "benchmarks.svg": chart(found)} if whole else {}
     for part in found.get("profiles", {}).get("parts", []):
         texts[f"flame-{part['name']}.svg"] = flame_graph(part["title"], part["stacks"])
     for name, text in texts.items():

@@ -18,9 +18,11 @@ from train_report import measured_on, pairs
 TEXTS = tomllib.loads((Path(__file__).resolve().parent / "texts.toml").read_text("utf-8"))
 
 
-def page(results: Results) -> str:
-    """Return the benchmark page in Markdown. Sections without results are omitted."""
-    parts = [_head(results), _targets(results)]
+def page(results: Results, before: str = "") -> str:
+    """Return the benchmark page in Markdown. Sections without results are omitted. Targets without results keep their
+    rows from the page `before`.
+    """
+    parts = [_head(results), _targets(results, before)]
     for names, title, text in SECTIONS:
         measured = [name for name in names if name in results]
         if measured:

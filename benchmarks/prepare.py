@@ -217,7 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument(
-        "--runs", type=int, default=5, help="number of chatmill runs before the peer's run, and again after it"
+        "--runs", type=int, default=5, help="number of chatmill runs before the first peer and after each peer"
     )
     parser.add_argument("--format", choices=("chatml", "template"), default="chatml")
     parser.add_argument(
@@ -253,22 +253,23 @@ def main() -> None:
         def builds() -> list[list[float]]:
             return [[ours(*each, folder)[1] for each in zip(jobs, renderers, strict=True)] for _ in range(args.runs)]
 
-        # Half of chatmill's runs come after the peers' runs, so that a temporary slowdown cannot affect all of them.
+        # chatmill runs before, between and after the peers, so that a temporary slowdown cannot affect all of its runs.
         taken = builds()
         peers: dict[str, Any] = {}
         if not args.no_trl:
             conversations = list(our_conversations(folder / "dataset"))
+            mine = {masks: hashed(conversations, masks=masks)[0] for masks in {False, template is None}}
+            del conversations
             ways = {name: way for name, way in WAYS.items() if name != "datatrove" or template is None}
             for name, (side, processes) in ways.items():
                 with tempfile.TemporaryDirectory(dir=folder) as own:
                     # Sample memory rarely: frequent sampling would slow down the long run of the peer.
                     options = [*same, "--folder", own, "--processes", processes]
                     found, peak = alone(__file__, "--side", side, *options, every=0.5)
-                    mine, _ = hashed(conversations, masks=template is None and side != "datatrove")
-                    differ = compared(mine, (Path(own) / f"{side}.hashes").read_text().split("\n"))
+                    theirs = (Path(own) / f"{side}.hashes").read_text().split("\n")
+                    differ = compared(mine[template is None and side != "datatrove"], theirs)
                 peers[name] = found | {"side": side, "processes": processes, "memory": peak, "differ": differ}
-            del conversations
-        taken += builds()
+                taken += builds()
         with_chatml, seconds = (statistics.median(run[at] for run in taken) for at in (0, -1))
         bare = Bare(data.path, data.tokenizer, folder, one["tokens"])
         parts, at_once = bare.parts(args.runs), bare.at_once(args.runs)

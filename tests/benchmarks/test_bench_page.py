@@ -202,6 +202,15 @@ def test_every_target_has_a_measured_value_and_missed_targets_are_named(run):
     ]
 
 
+def test_a_target_without_a_result_keeps_its_row_from_the_earlier_page(run):
+    earlier = page.page(run)
+    del run["cores"]
+    row = "| preparing on 16 cores: speedup over two cores | at least 5 times |"
+    (measured,) = [line for line in earlier.splitlines() if line.startswith(row)]
+    assert measured in page.page(run, earlier).splitlines()
+    assert f"{row}  | not measured |" in page.page(run).splitlines()
+
+
 def test_a_search_that_finds_nothing_misses_its_target(run):
     run["view"]["found"] = False
     assert "viewer with a million episodes: time to find the first match" in targets.missed(run)
