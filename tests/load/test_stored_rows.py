@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,21 @@ def test_digests_of_long_rows_are_those_of_numpy(tmp_path, vocab_size):
     assert len(first) > 4
     mine, other = both(loader, range(200), [*first, 200])
     assert_equal(mine, other)
+
+
+def test_threads_that_build_batches_at_the_same_time_get_the_same_digests(tmp_path):
+    target = write_rows(tmp_path / "d", {"train": talks(3, 200)})
+    plan = EpisodeLoader(target, {"block_size": 2000}, tensors=False).plan("train")
+    # Windows of different sizes need different amounts of memory.
+    windows = [Window(np.arange(size * 10), np.arange(0, size * 10 + 1, 10)) for size in (1, 2, 5, 16, 20)]
+
+    def digests(window):
+        return look_up(plan, window).build(0, window.num_rows, HashedRows([7], 3)).digests
+
+    expected = [digests(window) for window in windows]
+    with ThreadPoolExecutor(4) as pool:
+        for number, made in enumerate(pool.map(digests, windows * 60)):
+            np.testing.assert_array_equal(made, expected[number % len(windows)])
 
 
 def test_spans_that_do_not_tile_their_tokens_are_refused(tmp_path):
