@@ -248,8 +248,8 @@ static void release(Py_buffer *buffers, Py_ssize_t count) {
     for (Py_ssize_t n = 0; n < count; n++) PyBuffer_Release(&buffers[n]);
 }
 
-/* Memory for messages is kept for the next call, because the system clears the pages of new memory. It is taken and given
-   while the GIL is held. */
+/* The memory for messages is kept for the next call, because the system clears the pages of new memory. Both functions
+   need the GIL. */
 
 #if defined(__SANITIZE_ADDRESS__)
 enum { KEPT_MEMORY = 0 }; /* The sanitizer finds accesses after the end of memory only if each call allocates its own. */
@@ -273,11 +273,8 @@ static void *take_memory(Py_ssize_t size) {
 
 static void give_memory(void *taken) {
     if (taken == NULL) return;
-    Py_ssize_t *memory = (Py_ssize_t *)taken - 8;
-    if (*memory <= KEPT_MEMORY) {
-        Py_ssize_t *smaller = kept_memory;
-        kept_memory = memory, memory = smaller;
-    }
+    Py_ssize_t *memory = (Py_ssize_t *)taken - 8, *kept = kept_memory;
+    if (*memory <= KEPT_MEMORY && (kept == NULL || *kept < *memory)) kept_memory = memory, memory = kept;
     PyMem_Free(memory);
 }
 

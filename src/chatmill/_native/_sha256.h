@@ -174,12 +174,12 @@ TARGET static void sha256_both(uint32_t (*state)[8], const uint8_t **data, int64
     sha256_blocks(state, data, blocks, 2);
 }
 
-/* The ways of computing SHA-256. A value that contains SHA256_INSTRUCTIONS and SHA256_AVX512 uses the instructions for up
-   to half of the lanes. */
+/* The methods of computing SHA-256. With SHA256_AVX512 | SHA256_INSTRUCTIONS, groups of up to 8 messages are hashed with
+   the instructions, and larger groups with AVX-512. */
 enum { SHA256_PLAIN = 1, SHA256_INSTRUCTIONS = 2, SHA256_AVX2 = 8, SHA256_AVX512 = 16 };
 
-/* Return the fastest way that this processor supports. On Intel processors, 16 lanes are faster than the instructions;
-   this was not measured on other processors. */
+/* Return the fastest method that this processor supports. On Intel processors, AVX-512 is faster than the instructions;
+   other processors were not measured. */
 static int sha256_way(void) {
     int instructions = has_sha256() ? SHA256_INSTRUCTIONS : 0;
 #if defined(__x86_64__)
