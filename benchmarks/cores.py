@@ -27,6 +27,7 @@ from chatmill.format import Renderer
 from chatmill.prepare.engine import LocalEngine
 from chatmill.prepare.job import InputSource, Job
 from chatmill.prepare.pipeline import prepare_dataset
+from chatmill.prepare.progress import BuildProgress
 from chatmill.prepare.unit import job_renderer
 
 PACK = 4096
@@ -69,7 +70,7 @@ def main() -> int:
         (
             f"{count} cores",
             f"{run['seconds']:.2f} s, {run['tokens'] / run['seconds'] / 1e6:.1f} Mtok/s, "
-            f"speedup {figures['times'][count]:.2f}; "
+            f"speedup {figures['times'][count]:.2f}; rendering {run['render_s']:.2f} s; "
             f"serial {run['serial_s']:.2f} s, {run['serial_share']:.1%} of all CPU time",
         )
         for count, run in found.items()
@@ -82,12 +83,22 @@ def main() -> int:
 def build(job: Job, renderer: Renderer, folder: Path, workers: int) -> dict[str, Any]:
     shutil.rmtree(folder / "dataset", ignore_errors=True)
     os.sync()
+    rendered = 0.0
+
+    def on_progress(progress: BuildProgress) -> None:
+        nonlocal rendered
+        if progress.step == "render":
+            rendered = time.perf_counter()
+
     before, began = times(), time.perf_counter()
-    metadata = prepare_dataset(job, folder / "dataset", engine=LocalEngine(workers), renderer=renderer)
+    metadata = prepare_dataset(
+        job, folder / "dataset", engine=LocalEngine(workers), renderer=renderer, on_progress=on_progress
+    )
     seconds = time.perf_counter() - began
     own, others = (after - start for after, start in zip(times(), before, strict=True))
     return {
         "seconds": seconds,
+        "render_s": rendered - began,
         "serial_s": own,
         "serial_share": own / (own + others),
         "tokens": sum(split.num_tokens for split in metadata.splits.values()),

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_fixtures import SIZES, VOCAB, conversation, inputs, packed, save_qwen, small_gpt
+from torch._inductor.async_compile import shutdown_compile_workers
 
 from chatmill.train import flash
 from chatmill.train.attention import attend, block_mask, dense_mask, segment_start
@@ -28,6 +29,13 @@ pytestmark = [
 CHATS = [conversation(length, seed=length) for length in (150, 9, 260, 31, 7, 90)]
 ROWS = [CHATS[:3], CHATS[3:]]
 WIDER = replace(SIZES, head_dim=32, max_positions=512)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_workers():
+    """Stop the processes in which torch.compile compiles, which otherwise run until pytest exits."""
+    yield
+    shutdown_compile_workers()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
