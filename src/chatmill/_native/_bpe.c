@@ -196,8 +196,11 @@ static int take_in(Encoder *encoder, const Py_buffer *given) {
     self->table.word_bits = 12;
     self->table.words = large(sizeof *self->table.words << self->table.word_bits);
     self->table.merges = large(room * sizeof *self->table.merges);
+    self->table.merge_tags = large(room);
+    self->table.byte_pairs = large(BYTE_PAIRS * sizeof *self->table.byte_pairs);
     self->table.process = getpid();
-    if (!self->table.words || !self->table.merges || !append(&self->classes, classes->buf, classes->len) ||
+    if (!self->table.words || !self->table.merges || !self->table.merge_tags || !self->table.byte_pairs ||
+        !append(&self->classes, classes->buf, classes->len) ||
         !append(&self->added, added->buf, added->len) ||
         !append(&self->table.vocabulary, vocabulary->buf, vocabulary->len) ||
         !reserve(&self->table.vocabulary, vocabulary->len + BEYOND) ||
@@ -205,11 +208,9 @@ static int take_in(Encoder *encoder, const Py_buffer *given) {
         goto no_memory;
     self->cutter.classes = self->classes.data;
     self->cutter.known = self->classes.size;
-    for (size_t at = 0; at < room; at++) self->table.merges[at] = (Merge){UINT64_MAX, UINT32_MAX, 0};
-    for (uint32_t n = 0; n < merges; n++) {
-        uint32_t left = id_at(pairs, 2 * n), right = id_at(pairs, 2 * n + 1);
-        *merge_of(&self->table, left, right) = (Merge){(uint64_t)left << 32 | right, n, id_at(into, n)};
-    }
+    for (uint32_t n = 0; n < merges; n++)
+        add_merge(&self->table, id_at(pairs, 2 * n), id_at(pairs, 2 * n + 1), n, id_at(into, n));
+    fill_byte_pairs(&self->table);
     if ((encoder->ready = begin(&self->table, 1))) return 0;
 no_memory:
     PyErr_NoMemory();
@@ -252,6 +253,8 @@ static void dealloc(PyObject *object) {
     for (size_t n = 0; n < sizeof heaps / sizeof *heaps; n++) free(heaps[n]->data);
     free_large(model->table.words, sizeof *model->table.words << model->table.word_bits);
     free_large(model->table.merges, sizeof *model->table.merges << model->table.merge_bits);
+    free_large(model->table.merge_tags, (size_t)1 << model->table.merge_bits);
+    free_large(model->table.byte_pairs, BYTE_PAIRS * sizeof *model->table.byte_pairs);
     PyTypeObject *type = Py_TYPE(object);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);

@@ -68,10 +68,12 @@ static int encode_text(const Model *self, Workspace *work, size_t size) {
     work->text.data[size] = STOP;
     cutter->odd = has_added(self, at, size);
     if (cutter->odd) return 1;
+    Batch batch;
+    batch.count = 0;
     while (at < end) {
         uint64_t starts = starts_after(cutter, at, end - at);
         if (starts) {
-            out = write_words(&work->table, at, starts, out);
+            add_words(&work->table, &batch, at, starts);
             at += 63 - __builtin_clzll(starts);
         } else {
             const uint8_t *stop = *at == STOP ? NULL : word_at(cutter, at);
@@ -79,12 +81,12 @@ static int encode_text(const Model *self, Workspace *work, size_t size) {
                 cutter->odd = 1;
                 return 1;
             }
-            Key key = key_of(at, stop - at);
-            out = write_ids(&work->table, key, hash_of(key), at, stop - at, out);
+            add_word(&work->table, &batch, at, stop - at);
             at = stop;
         }
-        if (!out) return 0;
+        if (batch.count >= FULL && !(out = write_batch(&work->table, &batch, out))) return 0;
     }
+    if (!(out = write_batch(&work->table, &batch, out))) return 0;
     work->out.size = (uint8_t *)out - work->out.data;
     return 1;
 }

@@ -13,6 +13,7 @@
 #define LONGEST 512           /* maximum length of a word in bytes; must be a power of two */
 #define MERGES (1u << 22)     /* limit on merges, so that a merge rank and a position in a word fit into 32 bits */
 #define SHORT 15
+#define BYTE_PAIRS (1u << 16)
 #define FEW 3
 #define MOST (1u << 16)       /* maximum number of words in addition to those of the vocabulary */
 #define MOST_BYTES (1u << 25) /* maximum number of additional bytes for words with the flag ELSEWHERE */
@@ -35,6 +36,11 @@ typedef struct {
     uint32_t rank, id;
 } Merge;
 
+/* The result of looking up a pair of tokens: the rank of its merge, or UINT32_MAX if there is none, and the new id. */
+typedef struct {
+    uint32_t rank, id;
+} Merged;
+
 typedef struct {
     uint8_t *data;
     size_t size, room;
@@ -43,7 +49,9 @@ typedef struct {
 typedef struct {
     uint32_t byte_ids[256];
     Merge *merges;
+    uint8_t *merge_tags; /* for each entry of `merges`: 0 if it is empty, otherwise TAG and some bits of its hash */
     int merge_bits;
+    Merged *byte_pairs; /* the merge of each pair of bytes */
     Heap vocabulary, places, numbers; /* the words of the vocabulary: their bytes, offsets and ids */
     int whole;                        /* whether every word of the vocabulary is a single token that needs no merging */
     Word *words;
@@ -99,43 +107,95 @@ static inline uint64_t mixed(uint64_t low, uint64_t high) {
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-static inline Merge *merge_of(const Table *self, uint32_t left, uint32_t right) {
-    uint64_t pair = (uint64_t)left << 32 | right;
+#define TAG 0x80
+
+static inline uint64_t pair_of(uint32_t left, uint32_t right) { return (uint64_t)left << 32 | right; }
+
+static inline uint8_t tag_of(uint64_t hash) { return (uint8_t)(TAG | hash >> 8); }
+
+/* Return the index of a pair in `merges`, or of the empty entry at which to insert it. Most pairs that are looked up
+   cannot be merged. The tags, which fit into the processor's cache, show this without an access to `merges`. */
+static inline size_t merge_index(const Table *self, uint64_t pair) {
     size_t mask = ((size_t)1 << self->merge_bits) - 1;
-    for (size_t at = (pair * 0x9E3779B97F4A7C15u) >> (64 - self->merge_bits);; at = (at + 1) & mask) {
-        Merge *merge = &self->merges[at];
-        if (merge->pair == pair || merge->rank == UINT32_MAX) return merge;
+    uint64_t hash = pair * 0x9E3779B97F4A7C15u;
+    uint8_t tag = tag_of(hash);
+    for (size_t at = hash >> (64 - self->merge_bits);; at = (at + 1) & mask) {
+        if (!self->merge_tags[at] || (self->merge_tags[at] == tag && self->merges[at].pair == pair)) return at;
     }
 }
 
-/* Return the merge rank of a pair in the high bits, and the position of the pair in the word in the low bits. Pairs
-   with lower values are merged first. */
-static inline uint32_t pair_at(const Table *self, const uint32_t *ids, uint32_t at, uint32_t next, uint32_t *into) {
-    const Merge *merge = merge_of(self, ids[at], ids[next]);
-    *into = merge->id;
-    return merge->rank == UINT32_MAX ? UINT32_MAX : merge->rank * LONGEST | at;
+static inline Merged merge_of(const Table *self, uint32_t left, uint32_t right) {
+    size_t at = merge_index(self, pair_of(left, right));
+    if (!self->merge_tags[at]) return (Merged){UINT32_MAX, 0};
+    return (Merged){self->merges[at].rank, self->merges[at].id};
 }
 
-/* Repeatedly merge the pair with the lowest rank, leftmost first, until no pair can be merged. */
+/* Add the merge with rank `rank`; merges must be added in the order of their ranks. */
+static void add_merge(Table *self, uint32_t left, uint32_t right, uint32_t rank, uint32_t id) {
+    uint64_t pair = pair_of(left, right);
+    size_t at = merge_index(self, pair);
+    self->merges[at] = (Merge){pair, rank, id};
+    self->merge_tags[at] = tag_of(pair * 0x9E3779B97F4A7C15u);
+}
+
+static void fill_byte_pairs(Table *self) {
+    for (uint32_t left = 0; left < 256; left++)
+        for (uint32_t right = 0; right < 256; right++)
+            self->byte_pairs[left << 8 | right] = merge_of(self, self->byte_ids[left], self->byte_ids[right]);
+}
+
+#define NEVER INT32_MAX
+
+/* Return the merge rank of a pair in the high bits, and the position of the pair in the word in the low bits. Pairs
+   with lower values are merged first; a pair that cannot be merged has the value NEVER. The values are signed, because
+   SSE2 compares only signed integers. */
+static inline int32_t rank_at(Merged merge, uint32_t at) {
+    return merge.rank == UINT32_MAX ? NEVER : (int32_t)(merge.rank * LONGEST | at);
+}
+
+static inline int32_t pair_at(const Table *self, const uint32_t *ids, uint32_t at, uint32_t next, uint32_t *into) {
+    Merged merge = merge_of(self, ids[at], ids[next]);
+    *into = merge.id;
+    return rank_at(merge, at);
+}
+
+#define GROUP 16 /* LONGEST must be a multiple of GROUP */
+
+static inline int32_t least_of(const int32_t *pair, uint32_t count) {
+    int32_t least = NEVER;
+    for (uint32_t at = 0; at < count; at++) least = pair[at] < least ? pair[at] : least;
+    return least;
+}
+
+/* Repeatedly merge the pair with the lowest rank, leftmost first, until no pair can be merged. `least` contains the
+   lowest value of each group of pairs, so that a merge does not compare all pairs of a long word. */
 static uint32_t merged(const Table *self, const uint8_t *word, uint32_t size, uint32_t *ids) {
-    uint32_t pair[LONGEST], into[LONGEST], count = 0;
+    int32_t pair[LONGEST], least[LONGEST / GROUP];
+    uint32_t into[LONGEST], count = 0, groups = (size + GROUP - 1) / GROUP;
     uint16_t next[LONGEST + 1], before[LONGEST + 1];
     for (uint32_t at = 0; at < size; at++) {
         ids[at] = self->byte_ids[word[at]];
         next[at] = (uint16_t)(at + 1), before[at + 1] = (uint16_t)at;
     }
-    pair[size - 1] = UINT32_MAX;
-    for (uint32_t at = 0; at + 1 < size; at++) pair[at] = pair_at(self, ids, at, at + 1, &into[at]);
+    for (uint32_t at = size - 1; at < groups * GROUP; at++) pair[at] = NEVER;
+    for (uint32_t at = 0; at + 1 < size; at++) {
+        Merged merge = self->byte_pairs[word[at] << 8 | word[at + 1]];
+        into[at] = merge.id, pair[at] = rank_at(merge, at);
+    }
+    for (uint32_t n = 0; n < groups; n++) least[n] = least_of(pair + n * GROUP, GROUP);
     for (;;) {
-        uint32_t least = UINT32_MAX;
-        for (uint32_t at = 0; at < size; at++) least = pair[at] < least ? pair[at] : least;
-        if (least == UINT32_MAX) break;
-        uint32_t at = least % LONGEST, gone = next[at], after = next[gone];
+        int32_t lowest = least_of(least, groups);
+        if (lowest == NEVER) break;
+        uint32_t at = (uint32_t)lowest % LONGEST, gone = next[at], after = next[gone], first = at;
         ids[at] = into[at];
-        pair[gone] = UINT32_MAX;
+        pair[gone] = NEVER;
         next[at] = (uint16_t)after, before[after] = (uint16_t)at;
-        pair[at] = after < size ? pair_at(self, ids, at, after, &into[at]) : UINT32_MAX;
-        if (at) pair[before[at]] = pair_at(self, ids, before[at], at, &into[before[at]]);
+        pair[at] = after < size ? pair_at(self, ids, at, after, &into[at]) : NEVER;
+        if (at) {
+            first = before[at];
+            pair[first] = pair_at(self, ids, first, at, &into[first]);
+        }
+        for (uint32_t n = first / GROUP; n <= gone / GROUP; n++) least[n] = least_of(pair + n * GROUP, GROUP);
     }
     for (uint32_t at = 0; at < size; at = next[at]) ids[count++] = ids[at];
     return count;
@@ -231,12 +291,14 @@ static int learn(Table *self, Word *fresh, const uint8_t *bytes, size_t size) {
     return keep(self, fresh, bytes, size, ids, merged(self, bytes, (uint32_t)size, ids));
 }
 
+static inline size_t word_mask(const Table *self) { return ((size_t)1 << self->word_bits) - 1; }
+
 /* Write the token ids of a word to `out`; return the output position after them, or NULL if out of memory. */
 static __attribute__((noinline)) uint32_t *write_ids(Table *self, Key key, uint64_t hash, const uint8_t *bytes,
                                                      size_t size, uint32_t *out) {
     Word fresh = {{0, 0}, {0}, 0};
     const Word *word;
-    size_t mask = ((size_t)1 << self->word_bits) - 1;
+    size_t mask = word_mask(self);
     for (size_t at = hash & mask;; at = (at + 1) & mask) {
         word = &self->words[at];
         if (word->key.low == key.low && word->key.high == key.high &&
@@ -257,34 +319,62 @@ static __attribute__((noinline)) uint32_t *write_ids(Table *self, Key key, uint6
     return out + count;
 }
 
-/* Write the token ids of the words that start at `at` and at each bit of `starts`; the highest bit marks the end of the
-   last word. Prefetch all table entries before reading any of them, because memory latency dominates the run time. */
-static inline uint32_t *write_words(Table *self, const uint8_t *at, uint64_t starts, uint32_t *out) {
-    struct Asked {
-        Key key;
-        uint64_t hash;
-        uint32_t begin, size;
-    } asked[64], *last = asked;
+#define FULL 32 /* number of words after which a batch is written */
+
+typedef struct {
+    Key key;
+    uint64_t hash;
+    const uint8_t *bytes;
+    size_t size;
+} Lookup;
+
+/* Words to look up. The table entry of a word is prefetched when the word is added, and read when the batch is
+   written, because memory latency dominates the run time. */
+typedef struct {
+    Lookup words[FULL + 64];
+    size_t count;
+} Batch;
+
+static inline void prepare(Lookup *word, const Word *words, size_t mask, const uint8_t *bytes, size_t size) {
+    word->key = key_of(bytes, size);
+    word->hash = hash_of(word->key);
+    word->bytes = bytes, word->size = size;
+    __builtin_prefetch(&words[word->hash & mask]);
+}
+
+static inline void add_word(const Table *self, Batch *batch, const uint8_t *bytes, size_t size) {
+    prepare(&batch->words[batch->count++], self->words, word_mask(self), bytes, size);
+}
+
+/* Add the words that start at `at` and at each bit of `starts`; the highest bit marks the end of the last word. */
+static inline void add_words(const Table *self, Batch *batch, const uint8_t *at, uint64_t starts) {
     const Word *words = self->words;
-    size_t mask = ((size_t)1 << self->word_bits) - 1, begin = 0;
-    for (; starts; starts &= starts - 1, last++) {
+    size_t mask = word_mask(self), begin = 0;
+    Lookup *word = &batch->words[batch->count];
+    for (; starts; starts &= starts - 1, word++) {
         size_t end = __builtin_ctzll(starts);
-        last->key = key_of(at + begin, end - begin);
-        last->hash = hash_of(last->key);
-        last->begin = (uint32_t)begin, last->size = (uint32_t)(end - begin);
-        __builtin_prefetch(&words[last->hash & mask]);
+        prepare(word, words, mask, at + begin, end - begin);
         begin = end;
     }
-    for (const struct Asked *word = asked; word < last; word++) {
+    batch->count = word - batch->words;
+}
+
+/* Write the token ids of the words of a batch to `out`, and empty the batch. Return the output position after the ids,
+   or NULL if out of memory. */
+static inline uint32_t *write_batch(Table *self, Batch *batch, uint32_t *out) {
+    const Word *words = self->words;
+    size_t mask = word_mask(self);
+    for (const Lookup *word = batch->words, *last = word + batch->count; word < last; word++) {
         const Word *found = &words[word->hash & mask];
         if (found->key.low == word->key.low && found->key.high == word->key.high && found->count <= FEW) {
             memcpy(out, found->ids, sizeof found->ids);
             out += found->count;
             continue;
         }
-        if (!(out = write_ids(self, word->key, word->hash, at + word->begin, word->size, out))) return NULL;
-        words = self->words, mask = ((size_t)1 << self->word_bits) - 1;
+        if (!(out = write_ids(self, word->key, word->hash, word->bytes, word->size, out))) return NULL;
+        words = self->words, mask = word_mask(self);
     }
+    batch->count = 0;
     return out;
 }
 
