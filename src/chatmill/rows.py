@@ -287,6 +287,8 @@ def concat(parts: Sequence[Rows]) -> Rows:
     """Concatenate several `Rows` objects; an input file that occurs in more than one of them is listed only once."""
     if not parts:
         return EMPTY
+    if len(parts) == 1:
+        return parts[0]
     files = {file: number for number, file in enumerate(dict.fromkeys(f for part in parts for f in part.files))}
     origins = joined([part.origins for part in parts])
     stop = 0

@@ -132,11 +132,11 @@ static void write_character(Reader *self, uint32_t c) {
 }
 
 static int take_escape(Reader *self) {
-    static const char written[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
-    uint8_t c = *++self->at;
-    const char *known = c ? strchr(written, c) : NULL;
+    static const uint8_t meant[256] = {['"'] = '"',  ['\\'] = '\\', ['/'] = '/',  ['b'] = '\b',
+                                       ['f'] = '\f', ['n'] = '\n',  ['r'] = '\r', ['t'] = '\t'};
+    uint8_t known = meant[*++self->at];
     if (known) {
-        *self->out++ = (uint8_t)meant[known - written];
+        *self->out++ = known;
         self->at++;
         return 1;
     }
