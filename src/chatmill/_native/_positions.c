@@ -1,9 +1,10 @@
-/* Convert byte offsets in encoded texts to token positions. */
+/* Find positions: of byte offsets among the tokens of encoded texts, of pairs of bytes, and of ids in a range. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { START, STOP, SIZE, OFFSET, COLUMNS };
@@ -53,9 +54,10 @@ static PyObject *positions(PyObject *module, PyObject *args) {
             fits = 0;
             break;
         }
-        for (int64_t at = start; known && at < stop; at++) {
-            int64_t size = size_of(&tokens, at);
-            total += size, known = size >= 0;
+        /* Without a branch for each token, the processor loads several sizes at the same time. */
+        for (int64_t at = start, size; at < stop; at++) {
+            size = size_of(&tokens, at);
+            total += size, known &= size >= 0;
         }
         if (!known) break;
         if (__builtin_sub_overflow(total, number_at(&in[SIZE], n), &added) ||
@@ -78,8 +80,89 @@ static PyObject *positions(PyObject *module, PyObject *args) {
     return NULL;
 }
 
+/* Positions found so far. */
+typedef struct {
+    int64_t *data;
+    size_t count, room;
+} Found;
+
+static int add(Found *found, int64_t position) {
+    if (found->count == found->room) {
+        size_t room = found->room ? 2 * found->room : 1024;
+        int64_t *data = realloc(found->data, room * sizeof *data);
+        if (!data) return 0;
+        found->data = data, found->room = room;
+    }
+    found->data[found->count++] = position;
+    return 1;
+}
+
+/* Return the positions as bytes, or raise MemoryError unless `complete`; free the positions. */
+static PyObject *answer(Found *found, int complete) {
+    const char *data = found->data ? (char *)found->data : "";
+    PyObject *bytes = complete ? PyBytes_FromStringAndSize(data, found->count * sizeof *found->data) : PyErr_NoMemory();
+    free(found->data);
+    return bytes;
+}
+
+PyDoc_STRVAR(byte_pairs_doc,
+             "byte_pairs(data, first: int, is_second) -> bytes\n\n"
+             "Return the positions, as int64, of the bytes `first` that are followed by a byte b with a nonzero\n"
+             "is_second[b], or by the end of the data. `is_second` has 256 bytes.");
+
+static PyObject *byte_pairs(PyObject *module, PyObject *args) {
+    (void)module;
+    Py_buffer data, is_second;
+    unsigned char first;
+    if (!PyArg_ParseTuple(args, "y*by*", &data, &first, &is_second)) return NULL;
+    const uint8_t *begin = data.buf, *end = begin + data.len, *seconds = is_second.buf;
+    Found found = {NULL, 0, 0};
+    int fits = is_second.len == 256, complete = 1;
+    Py_BEGIN_ALLOW_THREADS
+    for (const uint8_t *at = begin; fits && complete && at < end; at++) {
+        if (!(at = memchr(at, first, end - at))) break;
+        if (at + 1 == end || seconds[at[1]]) complete = add(&found, at - begin);
+    }
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&data), PyBuffer_Release(&is_second);
+    if (fits) return answer(&found, complete);
+    PyErr_SetString(PyExc_ValueError, "expected 256 bytes that select the second byte");
+    return NULL;
+}
+
+PyDoc_STRVAR(ids_in_range_doc,
+             "ids_in_range(ids, first: int, last: int) -> bytes\n\n"
+             "Return the positions, as int64, of the ids in a uint32 array with first <= id <= last.");
+
+static PyObject *ids_in_range(PyObject *module, PyObject *args) {
+    enum { BLOCK = 64 };
+    (void)module;
+    Py_buffer ids;
+    unsigned int first, last;
+    if (!PyArg_ParseTuple(args, "y*II", &ids, &first, &last)) return NULL;
+    int64_t count = ids.len / 4;
+    Found found = {NULL, 0, 0};
+    int complete = 1;
+    Py_BEGIN_ALLOW_THREADS
+    /* For ids below `first`, the unsigned difference wraps around to a large number. */
+    for (int64_t start = 0; first <= last && complete && start < count; start += BLOCK) {
+        uint32_t block[BLOCK], any = 0;
+        int64_t size = count - start < BLOCK ? count - start : BLOCK;
+        memcpy(block, (const uint8_t *)ids.buf + 4 * start, 4 * size);
+        memset(block + size, 0, 4 * (BLOCK - size));
+        for (int n = 0; n < BLOCK; n++) any |= block[n] - first <= last - first;
+        for (int64_t n = 0; any && complete && n < size; n++)
+            if (block[n] - first <= last - first) complete = add(&found, start + n);
+    }
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&ids);
+    return answer(&found, complete);
+}
+
 static PyMethodDef methods[] = {
     {"positions", positions, METH_VARARGS, positions_doc},
+    {"byte_pairs", byte_pairs, METH_VARARGS, byte_pairs_doc},
+    {"ids_in_range", ids_in_range, METH_VARARGS, ids_in_range_doc},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_positions", NULL, -1, methods, NULL, NULL, NULL, NULL};

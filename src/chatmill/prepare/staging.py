@@ -6,7 +6,8 @@ Each file starts with its *head*: the header and all arrays except tokens and sp
 alone.
 
 A staged file is renamed to its final name when it is complete. The file is not synced to disk; after a power loss, the
-checksums of its header and of its arrays show whether it is intact. In an object store, a staged file becomes visible only when it is complete.
+checksums of its header and of its arrays show whether it is intact. In an object store, a staged file becomes visible
+only when it is complete.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ PART = ".part"
 """Suffix of an incomplete file."""
 
 _WEIGHT_OF_PART = 0x9E3779B97F4A7C15
-_WEIGHTS = np.cumsum(np.full(1 << 13, _WEIGHT_OF_PART, dtype=np.uint64))
-_WEIGHTS = (_WEIGHTS ^ _WEIGHTS >> 29) * np.uint64(0xBF58476D1CE4E5B9) | 1
+_MULTIPLES = np.cumsum(np.full(1 << 13, _WEIGHT_OF_PART, dtype=np.uint64), dtype=np.uint64)
+_WEIGHTS: NDArray[np.uint64] = (_MULTIPLES ^ _MULTIPLES >> np.uint64(29)) * np.uint64(0xBF58476D1CE4E5B9) | np.uint64(1)
 """The weight of each word in a part of `checksum`."""
 
 _LONG = np.dtype("<i8")
@@ -141,9 +142,10 @@ def _is_intact(data: mmap.mmap) -> bool:
     if zlib.crc32(memoryview(data)[PREFIX - 8 : base]) != crc:
         return False
     ends, sums = json.loads(data[PREFIX : PREFIX + _header_size(data)])["sums"]
-    return len(data) == base + ends[-1] and sums == [
-        checksum(np.frombuffer(data, np.uint8, stop - start, base + start)) for start, stop in pairwise([0, *ends])
-    ]
+    if len(data) != base + ends[-1]:
+        return False
+    places = pairwise([0, *ends])
+    return [checksum(np.frombuffer(data, np.uint8, stop - start, base + start)) for start, stop in places] == list(sums)
 
 
 def checksum(array: NDArray[Any]) -> int:

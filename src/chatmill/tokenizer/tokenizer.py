@@ -182,11 +182,11 @@ class Tokenizer:
             return bool(self._is_control.take(ids).any())
         if not len(ids):
             return False
-        # Control tokens often have the smallest or the largest ids, so that most texts have only ids outside all ranges.
+        # Control tokens often have the smallest or the largest ids, so most texts have only ids outside all ranges.
         smallest, largest = int(ids.min()), int(ids.max())
         near = [(first, count) for first, count in self._ranges if first <= largest and smallest < first + count]
-        # Comparing with a few ranges is faster than a lookup table. For ids below a range, the unsigned difference wraps
-        # around to a large number, so one comparison tests both bounds.
+        # Comparing with a few ranges is faster than a lookup table. For ids below a range, the unsigned difference
+        # wraps around to a large number, so one comparison tests both bounds.
         return any(bool(((ids - np.uint32(first)) < np.uint32(count)).any()) for first, count in near)
 
     def _check_ids(self, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> None:

@@ -20,6 +20,7 @@ from chatmill.format.template.encode import RECORD_FIELDS, LaidOut, LaidOutBatch
 from chatmill.format.template.trace_cache import CachedTrace, ShapeKey
 from chatmill.records import ROLES, ChatColumns, Record
 from chatmill.records.record import new_message, new_record
+from chatmill.tokenizer.find import byte_pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +51,8 @@ class ColumnSearch:
     def rows(self, columns: ChatColumns) -> set[int]:
         """Return the indices of the conversations whose texts contain a control token."""
         data, start, stop = columns.data, columns.start, columns.stop
-        content = np.frombuffer(data, dtype=np.uint8)
         places = [np.empty(0, dtype=np.int64)]
-        for first, is_second in self._beginnings.items():
-            here = np.flatnonzero(content == first)
-            places.append(here[is_second[content.take(here + 1, mode="clip")]])
+        places += [byte_pairs(data, first, is_second) for first, is_second in self._beginnings.items()]
         messages = np.unique(np.searchsorted(start, np.concatenate(places), side="right") - 1)
         holding = [at for at in messages.tolist() if at >= 0 and self._search(data[start[at] : stop[at]].decode())]
         return {*(np.searchsorted(columns.first_message, holding, side="right") - 1).tolist()}
@@ -86,13 +84,16 @@ def lay_out_columns(
     odd = holding | {*(np.searchsorted(columns.first_message, np.flatnonzero(has_empty), side="right") - 1).tolist()}
     roles = columns.roles.tobytes()
     shapes = [roles[start:stop] for start, stop in pairwise(columns.first_message.tolist())]
-    rows_of: dict[bytes, list[int]] = {}
-    for row, shape in enumerate(shapes):
-        if row not in odd:
-            rows_of.setdefault(shape, []).append(row)
+    numbers: dict[bytes, int] = {}
+    number = np.array([numbers.setdefault(shape, len(numbers)) for shape in shapes], dtype=np.int64)
+    # For each shape: how many conversations can share a trace, and the first of them.
+    is_odd = np.zeros(len(shapes), dtype=bool)
+    is_odd[list(odd)] = True
+    rows = np.flatnonzero(~is_odd)
+    counts, first = np.bincount(number[rows], minlength=len(numbers)), np.zeros(len(numbers), dtype=np.int64)
+    first[number[rows[::-1]]] = rows[::-1]
     known: dict[bytes, tuple[CachedTrace, int]] = {}
     distinct: list[LaidOut] = []
-    which = [-1] * len(shapes)
     to_confirm: set[int] = set()
 
     def shared_trace(shape: bytes) -> tuple[CachedTrace, int] | None:
@@ -102,14 +103,15 @@ def lay_out_columns(
         return known.get(shape)
 
     # First, assign the cached traces. If a trace is due for a check, check it with the first conversation of its shape.
-    for shape, rows in rows_of.items():
-        if (shared := shared_trace(shape)) is not None:
-            for row in rows:
-                which[row] = shared[1]
-            if shared[0].use(len(rows)):
-                to_confirm.add(rows[0])
+    layout_of = np.full(len(numbers), -1, dtype=np.int64)
+    for shape, at in numbers.items():
+        if counts[at] and (shared := shared_trace(shape)) is not None:
+            layout_of[at] = shared[1]
+            if shared[0].use(int(counts[at])):
+                to_confirm.add(int(first[at]))
+    which = np.where(is_odd, -1, layout_of[number])
     # Then check the traces and lay out the other conversations, in order, so that the first rejected one is reported.
-    for row in sorted(to_confirm | {row for row, at in enumerate(which) if at < 0}):
+    for row in sorted(to_confirm | {*np.flatnonzero(which < 0).tolist()}):
         shape = shapes[row]
         shared = None if row in odd else shared_trace(shape)
         if shared is not None and which[row] < 0:
@@ -127,8 +129,8 @@ def lay_out_columns(
             else:
                 confirm(shared[0], texts, record)
         except RecordError as fault:
-            return _up_to_refused(columns, [distinct[at] for at in which[:row]], fault)
-    laid_out = LaidOutBatch(distinct, np.array(which, dtype=np.int64))
+            return _up_to_refused(columns, [distinct[at] for at in which[:row].tolist()], fault)
+    laid_out = LaidOutBatch(distinct, which)
     return LaidOutColumns(**{name.name: getattr(columns, name.name) for name in fields(columns)}, laid_out=laid_out)
 
 

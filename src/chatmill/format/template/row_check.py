@@ -20,6 +20,7 @@ from chatmill.format.template.answer_check import NO_END
 from chatmill.format.template.answers.contexts import Context
 from chatmill.records import Record
 from chatmill.rows import Ids, Index, Role, Rows, Rule, offsets, run_positions
+from chatmill.tokenizer.find import ids_in_range
 
 Encode = Callable[[str], tuple[list[int], list[bool], str]]
 """Returns the token ids of a text, whether each id is a control token, and the text after the last control token."""
@@ -122,11 +123,10 @@ class RowCheck:
         """Return the positions of the tokens that start a header or end a turn."""
         if not self._marks:
             return np.zeros(0, dtype=np.int64)
-        # Comparisons are faster than a table lookup for each token. For ids below `first`, the unsigned difference
-        # wraps around to a large number, so one comparison tests both bounds.
+        # Comparisons are faster than a table lookup for each token.
         first, last = self._marks[0], self._marks[-1]
         if last - first < NEARBY:
-            nearby = np.flatnonzero((ids - np.uint32(first)) <= np.uint32(last - first))
+            nearby = ids_in_range(ids, first, last)
             return nearby[self._is_mark[ids[nearby]]]
         is_mark = np.zeros(len(ids), dtype=bool)
         for mark in self._marks:
