@@ -1,13 +1,12 @@
 """Staged files, in which workers store the fitted rows of a unit until the shards of the dataset are written.
 
-    magic · crc32 of the header · size of the header · header (JSON) · arrays, each at a multiple of 64 bytes
+    magic · crc32 of the following bytes · size of the header · header (JSON) · arrays, each at a multiple of 64 bytes
 
 Each file starts with its *head*: the header and all arrays except tokens and spans. Shards are planned from the heads
 alone.
 
-A staged file is renamed to its final name when it is complete. The file is not synced to disk; after a power loss, the
-checksums of its header and of its arrays show whether it is intact. In an object store, a staged file becomes visible
-only when it is complete.
+A staged file is renamed to its final name when it is complete. The file is not synced to disk; after a power loss, its
+checksum shows whether it is intact. In an object store, a staged file becomes visible only when it is complete.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import uuid
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import pairwise
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,9 @@ from chatmill.remote.urls import Place, Url
 from chatmill.rows import ORIGIN, SPAN, File, Index, Rows, offsets
 from chatmill.store import files
 
-MAGIC = b"chatmill rows 7\n"
-"""The version increases when the same input gives different rows or another digest of the bytes that were read, or when
-the layout of the file changes, so that earlier staged files are not reused.
+MAGIC = b"chatmill rows 6\n"
+"""The version increases when the same input gives different rows or another digest of the bytes that were read, so that
+earlier staged files are not reused.
 """
 PREFIX = len(MAGIC) + 16
 ALIGN = 64
@@ -43,11 +42,6 @@ FIRST_READ = 1 << 16
 """Size, in bytes, of the first request for an object; larger than most headers."""
 PART = ".part"
 """Suffix of an incomplete file."""
-
-_WEIGHT_OF_PART = 0x9E3779B97F4A7C15
-_MULTIPLES = np.cumsum(np.full(1 << 13, _WEIGHT_OF_PART, dtype=np.uint64), dtype=np.uint64)
-_WEIGHTS: NDArray[np.uint64] = (_MULTIPLES ^ _MULTIPLES >> np.uint64(29)) * np.uint64(0xBF58476D1CE4E5B9) | np.uint64(1)
-"""The weight of each word in a part of `checksum`."""
 
 _LONG = np.dtype("<i8")
 _HEAD = (_LONG, _LONG, ORIGIN, _LONG, _LONG)
@@ -112,7 +106,8 @@ class Staged(StagedHead):
 
     def __init__(self, path: Path, *, lines_before: int = 0, check: bool = False) -> None:
         data = _mapped(path)
-        if check and not _is_intact(data):
+        crc = int.from_bytes(data[len(MAGIC) : len(MAGIC) + 8], "little")
+        if check and zlib.crc32(memoryview(data)[PREFIX - 8 :]) != crc:
             raise DataError(f"{path}: staged rows are damaged; build without --resume")
         super().__init__(data, lines_before=lines_before)
         self.ids, self.spans = self._array("ids"), self._array("spans")
@@ -133,38 +128,6 @@ def _mapped(path: Path) -> mmap.mmap:
         if len(prefix) < PREFIX or not prefix.startswith(MAGIC):
             raise DataError(f"{path}: is not a file of staged rows; build without --resume")
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _is_intact(data: mmap.mmap) -> bool:
-    """Whether the header and all arrays of a staged file match their checksums."""
-    base = _aligned(PREFIX + _header_size(data))
-    crc = int.from_bytes(data[len(MAGIC) : len(MAGIC) + 8], "little")
-    if zlib.crc32(memoryview(data)[PREFIX - 8 : base]) != crc:
-        return False
-    ends, sums = json.loads(data[PREFIX : PREFIX + _header_size(data)])["sums"]
-    if len(data) != base + ends[-1]:
-        return False
-    places = pairwise([0, *ends])
-    return [checksum(np.frombuffer(data, np.uint8, stop - start, base + start)) for start, stop in places] == list(sums)
-
-
-def checksum(array: NDArray[Any]) -> int:
-    """Return a 64-bit checksum of the bytes of a contiguous array: the sum of all words, each multiplied by a weight.
-
-    The weights are odd, so a change to a single word always changes the checksum. Zeros after the last byte, up to a
-    multiple of `ALIGN` bytes, do not change it. numpy computes the checksum several times as fast as zlib a CRC.
-    """
-    data, total = array.reshape(-1).view(np.uint8), 0
-    end, per_part = len(data) // 8 * 8, len(_WEIGHTS)
-    words = data[:end].view(np.uint64)
-    whole = len(words) // per_part * per_part
-    rest = words[whole:]
-    if end < len(data):
-        rest = np.append(rest, np.uint64(int.from_bytes(data[end:].tobytes(), "little")))
-    sums = (words[:whole].reshape(-1, per_part) @ _WEIGHTS).tolist()
-    for part in [*sums, int(rest @ _WEIGHTS[: len(rest)])] if len(rest) else sums:
-        total = (total * _WEIGHT_OF_PART + part) % 2**64
-    return total
 
 
 def _header_size(data: Any) -> int:
@@ -210,7 +173,6 @@ def save(
     names = {
         "tokens": np.dtype(tokens).str,
         "arrays": places[: len(_HEAD)] + places[-2:],
-        "sums": (start[1:], [checksum(array) for array in arrays]),
         "columns": [
             (name, _description(array), at) for (name, array), at in zip(columns.items(), further, strict=True)
         ],
@@ -218,10 +180,12 @@ def save(
         "extra": extra,
     }
     header = json.dumps(names).encode()
-    head_bytes = len(header).to_bytes(8, "little") + header.ljust(_aligned(PREFIX + len(header)) - PREFIX, b"\0")
-    pieces: list[Any] = [MAGIC, zlib.crc32(head_bytes).to_bytes(8, "little"), head_bytes]
+    size = len(header).to_bytes(8, "little")
+    pieces: list[Any] = [size, header, bytes(_aligned(PREFIX + len(header)) - PREFIX - len(header))]
     for array in arrays:
         pieces += [array.reshape(-1).view(np.uint8).data, bytes(_aligned(array.nbytes) - array.nbytes)]
+    crc = reduce(lambda crc, piece: zlib.crc32(piece, crc), pieces, 0)
+    pieces = [MAGIC, crc.to_bytes(8, "little"), *pieces]
     if isinstance(place, Url):
         data = b"".join(pieces)
         objects.write(place, data)
