@@ -194,6 +194,24 @@ def try_bad_positions(positions: ModuleType, rng: random.Random) -> None:
     refused(positions.positions, bytes(12), bytes(12), *good, bytearray(16), bytearray(2), bytearray(2))
 
 
+def try_byte_pairs(positions: ModuleType, rng: random.Random) -> None:
+    data = bytes(rng.choice(b"<<<|/ab\xff") for _ in range(rng.choice([0, 1, 2, 30, 3_000])))
+    first, seconds = rng.choice(data or b"<"), bytes(rng.random() < 0.3 for _ in range(256))
+    right = [at for at, one in enumerate(data) if one == first and (at + 1 == len(data) or seconds[data[at + 1]])]
+    given = rng.choice([bytes, unaligned])(data)
+    assert array("q", positions.byte_pairs(given, first, seconds)).tolist() == right
+    refused(positions.byte_pairs, any_buffer(rng, data), rng.choice(EXTREME), any_buffer(rng, seconds))
+
+
+def try_ids_in_range(positions: ModuleType, rng: random.Random) -> None:
+    near = [0, 1, 2, 3, 7, 2**31, 2**32 - 2, 2**32 - 1]
+    ids = array("I", [rng.choice(near) for _ in range(rng.choice([0, 1, 63, 64, 65, 200]))])
+    first, last = rng.choice(near), rng.choice(near)
+    right = [at for at, id in enumerate(ids) if first <= id <= last]
+    assert array("q", positions.ids_in_range(unaligned(ids.tobytes()), first, last)).tolist() == right
+    refused(positions.ids_in_range, any_buffer(rng, ids.tobytes()), rng.choice(EXTREME), rng.choice(EXTREME))
+
+
 # _columns
 
 
@@ -544,7 +562,8 @@ def fuzz(folder: Path, rounds: int, seed: int) -> int:
     tries = [(try_copy, copy, 20), (try_pieces, copy, 20), (try_bad_copy, copy, 20), (try_columns, columns, 4),
              (try_keys, columns, 8),
              (try_batch, batch, 10), (try_bad_batch, batch, 10),
-             (try_positions, positions, 12), (try_bad_positions, positions, 12), (try_bpe, bpe, 1),
+             (try_positions, positions, 12), (try_bad_positions, positions, 12),
+             (try_byte_pairs, positions, 8), (try_ids_in_range, positions, 8), (try_bpe, bpe, 1),
              (try_bad_bpe, bpe, 1), (try_bpe_in_threads, bpe, 1),
              (try_boxes, rollout, 20), (try_overlaps, rollout, 4)]  # fmt: skip
     for _ in range(rounds):

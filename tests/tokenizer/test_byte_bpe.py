@@ -106,6 +106,21 @@ def test_words_and_runs_of_every_length(engines):
     assert_equal(engines, texts)
 
 
+def test_long_words_are_merged_as_in_tokenizers(engines, trained):
+    rng = random.Random(3)
+    learned = [token for token in json.loads(trained)["model"]["vocab"] if token.isalpha() and len(token) > 1]
+    letters = {
+        "learned": learned,
+        "latin": [*"aeinrstABC"],
+        "chinese": [*"的一是不了人我在有他这为之大来以个中上们"],
+        "kana": [*"あいうえおかきくけこさしすせそ"],
+        "accents": [*"aéèüñ"],
+    }
+    texts = ["".join(rng.choices(one, k=rng.randrange(1, 180))) for one in letters.values() for _ in range(300)]
+    assert_equal(engines, texts)
+    assert_equal(engines, [text[: rng.randrange(120, 130)] * 4 for text in texts])
+
+
 def test_contractions_at_every_position(engines):
     words = [
         "'s",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from chatmill.errors import RecordError
@@ -30,6 +31,7 @@ def guard_prefixes(
     whole = _items(full)
     usual = ""
 
+    @cache
     def rendered(messages: int, prompt: bool) -> Items | None:
         try:
             return _items(render_traced(messages, prompt))
