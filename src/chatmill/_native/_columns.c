@@ -446,7 +446,7 @@ static PyObject *keys(PyObject *module, PyObject *args) {
         int64_t end;
         memcpy(&end, (const uint8_t *)stop.buf + 8 * n, 8);
         fits = start <= end && end <= data.len;
-        records[n] = (Sized){end - start, start, n}, start = end;
+        if (fits) records[n] = (Sized){end - start, start, n}, start = end;
     }
     /* Hash records of similar size at the same time. */
     if (fits) qsort(records, count, sizeof *records, by_size);
