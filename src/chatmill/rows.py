@@ -284,7 +284,9 @@ class Rows:
 
 
 def concat(parts: Sequence[Rows]) -> Rows:
-    """Concatenate several `Rows` objects; an input file that occurs in more than one of them is listed only once."""
+    """Concatenate several `Rows` objects; an input file that occurs in more than one of them is listed only once. A
+    single object is returned without copying it.
+    """
     if not parts:
         return EMPTY
     if len(parts) == 1:
