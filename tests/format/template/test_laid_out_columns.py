@@ -269,6 +269,42 @@ def test_after_a_warm_up_known_shapes_are_not_derived_again():
     assert derived[2:] == [4]
 
 
+def test_a_warm_up_derives_short_conversations_from_the_first_messages_of_a_long_one():
+    renderer = open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / "qwen2_5.jinja"))
+    long = [{"role": turn["role"], "content": f"{turn['content']} {number}"} for number, turn in enumerate(TALK * 3)]
+    path = written([{"messages": talk} for talk in (TALK, long, TALK * 2, [*TALK, TALK[1]])])
+    derived = []
+    right = TemplateProcess.derive
+
+    def counted(self, template, record, **options):
+        derived.append(([message.content for message in record.messages], options.get("keep", False)))
+        return right(self, template, record, **options)
+
+    with patch.object(TemplateProcess, "derive", counted):
+        renderer.turn_marks(False)
+        derived.clear()
+        renderer.warm_up([columns_of(path)], processes=1)
+    texts = [turn["content"] for turn in long]
+    assert derived == [
+        (texts, True),
+        (texts[:4], False),
+        (texts[:2], False),
+        (["Hi", "Hello.", "Hello."], False),
+    ]
+
+
+def test_a_warm_up_derives_the_own_conversation_if_the_first_messages_of_a_long_one_are_rejected(tmp_path):
+    source = tmp_path / "strict.jinja"
+    refusing = "{% if 'no' in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
+    source.write_text(refusing + (TEMPLATES / "qwen2_5.jinja").read_text("utf-8"), "utf-8")
+    renderer = open_template(str(trl_tokenizer()), chat_template=str(source))
+    path = written([{"messages": TALK}, {"messages": [{"role": "user", "content": "no"}, TALK[1], *TALK]}])
+    columns = columns_of(path)
+    renderer.warm_up([columns], processes=1)
+    assert len(renderer._cache) == 1
+    assert renderer._cache.follow((False, columns.roles[:2].tobytes()), ["Hi", "Hello."]) is not None
+
+
 def test_a_warm_up_leaves_errors_to_the_process_that_renders_the_record():
     renderer = open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / "gemma3.jinja"))
     refused = [TALK[1], TALK[0], TALK[1]]

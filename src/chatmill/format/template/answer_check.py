@@ -6,7 +6,10 @@ that ends a turn. `row_check` performs the same check on finished rows.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Final
 
 from chatmill.errors import RecordError
@@ -30,13 +33,16 @@ def check_answers(
     if not derived.contexts:
         return ()
     text, unended = derived.rendering.text, False
+    begins = [*accumulate((len(piece.text) for piece in derived.rendering.pieces), initial=0)]
     following = (*derived.answers[1:], None)
     for answer, context, after in zip(derived.answers, derived.contexts, following, strict=True):
         if not text.endswith(context.text, 0, answer.start) or (not context.text and answer.start):
             what = f"message {answer.message} starts after {shown_end(text[: answer.start])}, but its prompt ends with"
             raise _broken(f"{what} {shown_end(context.text + context.prompt_only)}", "prompt_mismatch")
         # If an answer spans several turns, only its last turn must end with a token at which the server stops.
-        ended = _check_text(derived, answer, tokens, turns) or (after is not None and after.message == answer.message)
+        ended = _check_text(derived, begins, answer, tokens, turns) or (
+            after is not None and after.message == answer.message
+        )
         if not ended and not allow_no_end:
             what = f"no token ends the answer of message {answer.message}, after {shown_end(text[: answer.stop])}"
             right = "use a template with an end token, or pass --allow-no-end-token to train without one"
@@ -55,22 +61,22 @@ def without_prompt_space(derived: DerivedAnswers) -> DerivedAnswers:
     return replace(derived, answers=tuple(answers), contexts=tuple(contexts)) if derived.contexts else derived
 
 
-def _check_text(derived: DerivedAnswers, answer: AnswerSpan, tokens: ControlTokens, turns: TurnMarks) -> bool:
+def _check_text(
+    derived: DerivedAnswers, begins: Sequence[int], answer: AnswerSpan, tokens: ControlTokens, turns: TurnMarks
+) -> bool:
     """Raise `RecordError` if an answer contains the header or the text of another message.
 
-    Return whether the answer ends with a token that ends a turn.
+    Return whether the answer ends with a token that ends a turn. `begins` contains the offset of each piece of the
+    rendering.
     """
-    begin = 0
     literals = []
-    for piece in derived.rendering.pieces:
-        end = begin + len(piece.text)
-        if begin < answer.stop and end > answer.start:
-            if piece.source is not None and piece.source.message not in (answer.message, OUTSIDE):
-                what = f"the answer of message {answer.message} contains text of message {piece.source.message}"
-                raise _broken(f"{what}: {shown(piece.text)}", "foreign_text")
-            part = piece.text[max(answer.start - begin, 0) : answer.stop - begin]
-            literals.append(part if piece.source is None else "\0" * len(part))
-        begin = end
+    first, stop = bisect_right(begins, answer.start) - 1, bisect_left(begins, answer.stop)
+    for piece, begin in zip(derived.rendering.pieces[first:stop], begins[first:stop], strict=False):
+        if piece.source is not None and piece.source.message not in (answer.message, OUTSIDE):
+            what = f"the answer of message {answer.message} contains text of message {piece.source.message}"
+            raise _broken(f"{what}: {shown(piece.text)}", "foreign_text")
+        part = piece.text[max(answer.start - begin, 0) : answer.stop - begin]
+        literals.append(part if piece.source is None else "\0" * len(part))
     text = "".join(literals)
     last = tokens.find(text)[-1:]
     ended = bool(last) and last[0].end() == len(text) and last[0][0] in turns.ends

@@ -5,23 +5,28 @@ The workers inherit the results. Otherwise, every worker would derive the same r
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from itertools import chain, zip_longest
 from typing import NamedTuple
+
+import msgspec
 
 from chatmill.errors import RecordError
 from chatmill.format.template.answers.derived import DerivedAnswers
 from chatmill.format.template.laid_out_columns import conversation
 from chatmill.format.template.process.client import TemplateProcess
-from chatmill.format.template.trace_cache import ShapeKey
+from chatmill.format.template.trace_cache import MAX_MESSAGES, ShapeKey
 from chatmill.records import ChatColumns, Record
 
 MAX_AHEAD = 2**6
 """Maximum number of conversations to derive, which limits the time until the workers start."""
 
-Derive = Callable[[Record, TemplateProcess], DerivedAnswers]
+Derive = Callable[[Record, TemplateProcess, bool], DerivedAnswers]
+"""Derives the answers of a record in a template process. If the third argument is true, the process keeps the
+renderings.
+"""
 
 
 class FirstOfShape(NamedTuple):
@@ -30,6 +35,21 @@ class FirstOfShape(NamedTuple):
     key: ShapeKey
     texts: list[str]
     record: Record
+
+    def begins(self, other: FirstOfShape) -> bool:
+        """Whether the roles of another conversation begin with the roles of this conversation."""
+        return other.key[1].startswith(self.key[1])
+
+    def cut_from(self, longer: FirstOfShape) -> FirstOfShape:
+        """Return the first messages of a longer conversation, with the roles of this conversation."""
+        count = len(self.texts)
+        record = msgspec.structs.replace(longer.record, messages=longer.record.messages[:count])
+        return FirstOfShape(self.key, longer.texts[:count], record)
+
+
+Family = list[FirstOfShape]
+"""A conversation, and shorter conversations whose roles are the first roles of that conversation."""
+Result = tuple[FirstOfShape, DerivedAnswers]
 
 
 def first_of_shapes(columns: ChatColumns, skip: set[int]) -> Iterator[FirstOfShape]:
@@ -45,37 +65,60 @@ def first_of_shapes(columns: ChatColumns, skip: set[int]) -> Iterator[FirstOfSha
 
 
 def derive_ahead(
-    shapes: Sequence[FirstOfShape],
+    shapes: Iterable[FirstOfShape],
     derive: Derive,
     process: TemplateProcess,
     *,
     processes: int,
     before: Callable[[], object],
-) -> Iterator[tuple[FirstOfShape, DerivedAnswers]]:
-    """Derive each conversation, in parallel in a template process and its copies; skip conversations that are rejected.
+) -> Iterator[Result]:
+    """Derive a conversation of each shape, in parallel in a template process and its copies; skip shapes whose
+    conversations are rejected.
 
-    `before` is called before the process itself is used, while the copies start.
+    A long conversation also gives the shorter conversations of its family, because the renderings of their prompts are
+    the same. `before` is called before the process itself is used, while the copies start.
     """
-    # The longest conversations come first, so that all processes end at about the same time.
-    shapes = sorted(shapes[:MAX_AHEAD], key=lambda each: -len(each.texts))
-    count = min(processes, len(shapes))
-    if not count:
-        return
-    # The first thread uses the process itself. Each other thread starts its own copy, so that the copies start in
-    # parallel.
-    own, unused = threading.local(), iter([process])
+    families = _families(shapes)
+    # If there are more processes than families, split the families.
+    splits = max(1, processes // max(1, len(families)))
+    parts = [family[start::splits] for family in families for start in range(min(splits, len(family)))]
+    groups = [parts[start::processes] for start in range(min(processes, len(parts)))]
 
-    def derived(shape: FirstOfShape) -> DerivedAnswers | None:
-        if not hasattr(own, "process"):
-            own.process = next(unused, None) or stack.enter_context(closing(process.copy()))
-            if own.process is process:
-                before()
-        try:
-            return derive(shape.record, own.process)
-        except RecordError:
-            return None
+    def derived(own: Future[TemplateProcess], shape: FirstOfShape, part: Family) -> Result | None:
+        is_longest = shape is part[0]
+        for each in [shape] if is_longest else [shape.cut_from(part[0]), shape]:
+            with suppress(RecordError):
+                return each, derive(each.record, own.result(), is_longest and len(part) > 1)
+        return None
 
-    with ExitStack() as stack, ThreadPoolExecutor(count) as pool:
-        for shape, result in zip(shapes, pool.map(derived, shapes), strict=True):
-            if result is not None:
-                yield shape, result
+    with ExitStack() as copies, ExitStack() as pools:
+
+        def started(number: int) -> TemplateProcess:
+            if number:
+                return copies.enter_context(closing(process.copy()))
+            before()
+            return process
+
+        # Each group has a thread and a process of its own.
+        results: list[list[Future[Result | None]]] = []
+        for number, group in enumerate(groups):
+            pool = ThreadPoolExecutor(1)
+            pools.callback(pool.shutdown, cancel_futures=True)
+            own = pool.submit(started, number)
+            results.append([pool.submit(derived, own, shape, part) for part in group for shape in part])
+        for result in chain.from_iterable(zip_longest(*results)):
+            if result is not None and (each := result.result()) is not None:
+                yield each
+
+
+def _families(shapes: Iterable[FirstOfShape]) -> list[Family]:
+    """Group the shapes into families, each in descending order of the number of messages."""
+    families: list[Family] = []
+    cacheable = [shape for shape in shapes if len(shape.texts) <= MAX_MESSAGES]
+    for shape in sorted(cacheable[:MAX_AHEAD], key=lambda each: -len(each.texts)):
+        family = next((family for family in families if shape.begins(family[0])), None)
+        if family is None:
+            families.append([shape])
+        else:
+            family.append(shape)
+    return families

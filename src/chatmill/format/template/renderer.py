@@ -195,12 +195,12 @@ class TemplateRenderer:
         if self._kwargs or not self.encoder.by_sections or self.encoder.normalizes:
             return
 
-        def derive(record: Record, process: TemplateProcess) -> DerivedAnswers:
-            return self.derive(record, cacheable=True, process=process)
+        def derive(record: Record, process: TemplateProcess, keep: bool) -> DerivedAnswers:
+            return self.derive(record, cacheable=True, process=process, keep=keep)
 
         shapes = {shape.key: shape for block in blocks for shape in first_of_shapes(block, self._search.rows(block))}
         ahead = derive_ahead(
-            [*shapes.values()], derive, self.process, processes=processes, before=lambda: self.turn_marks(False)
+            shapes.values(), derive, self.process, processes=processes, before=lambda: self.turn_marks(False)
         )
         try:
             for shape, derived in ahead:
@@ -310,9 +310,10 @@ class TemplateRenderer:
         cacheable: bool = False,
         last_only: bool = False,
         process: TemplateProcess | None = None,
+        keep: bool = False,
     ) -> DerivedAnswers:
         """Render one record without using cached traces, and find its answers. `process` replaces the template process
-        of this renderer.
+        of this renderer. With `keep`, the process keeps the renderings for records with the first messages of this one.
         """
         template = self.templates[bool(record.tools)]
         texts = len(shape_and_texts(record, template.style)[1])
@@ -324,6 +325,7 @@ class TemplateRenderer:
             cacheable=cacheable,
             last_only=last_only,
             text_tokens=self.text_tokens.ids,
+            keep=keep,
         )
         return without_prompt_space(derived) if self.strip_prompt_space else derived
 

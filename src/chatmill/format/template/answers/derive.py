@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, get_args
 
@@ -25,9 +24,10 @@ from chatmill.format.template.answers.by_prefix import PrefixAnswer, answers_by_
 from chatmill.format.template.answers.contexts import Context, ContextFinder
 from chatmill.format.template.answers.derived import DerivedAnswers, Note
 from chatmill.format.template.answers.guards import guard_prefixes
+from chatmill.format.template.answers.renderings import KeptRenderings, Renderings
 from chatmill.format.template.control_tokens import ControlTokens
-from chatmill.format.template.template import ChatTemplate, traced_input
-from chatmill.format.template.template_input import TemplateInput, plain_input, shape_and_texts
+from chatmill.format.template.template import ChatTemplate
+from chatmill.format.template.template_input import TemplateInput
 from chatmill.format.template.tracing.trace import (
     OUTSIDE,
     FieldPath,
@@ -54,27 +54,18 @@ def derive(
     last_only: bool = False,
     text_tokens: Collection[str] = (),
     eos: str | None = None,
+    kept: KeptRenderings | None = None,
 ) -> DerivedAnswers:
     """Find the answers in a rendered conversation. Raise a `RecordError` if the answers cannot be determined.
 
     `ends` contains the tokens at which an inference server stops generating. `text_tokens` contains the added tokens
     that are also recognized in message text. With `cacheable`, the trace records guards, so that it can be replayed for
     other conversations. With `last_only`, only the last assistant message is an answer, unless generation tags mark the
-    answers.
+    answers. `kept` may contain the renderings of a longer conversation that begins with the messages of `record`.
     """
     _check_complete(record)
-    plain = plain_input(record, template.style)
-    trace = Trace(shape_and_texts(record, template.style)[1])
-    traced = traced_input(record, template.style, trace)
-
-    @cache
-    def render_text(messages: int, prompt: bool) -> str:
-        return template.render(plain, messages, prompt=prompt)
-
-    @cache
-    def render_traced(messages: int, prompt: bool) -> Rendering:
-        return _without_empty(template.trace(traced, messages, prompt=prompt), trace)
-
+    renderings = Renderings(record, template, kept)
+    trace, render_text, render_traced = renderings.trace, renderings.text, renderings.traced
     count = len(record.messages)
     text, full = render_text(count, False), render_traced(count, False)
     if full.text != text:
@@ -115,7 +106,7 @@ def derive(
             quotes = tokens.any_in(_texts_of(record.messages[answer.message]))
             _check_agreement(text, answer, prefix._replace(start=None, stop=None) if quotes else prefix)
         _check_inside(full, answers)
-    notes = _check_written(record, traced, full, assistants, answers)
+    notes = _check_written(record, renderings.given, full, assistants, answers)
     contexts: list[Context] = []
     if finder is not None:
         answers = _split_turns(full, answers, finder, tokens)
@@ -274,16 +265,6 @@ def answers_by_tags(full: Rendering, assistants: Collection[int]) -> list[Answer
         answers.append(AnswerSpan(message, start, place, False))
     last = max(assistants, default=OUTSIDE)
     return [answer if answer.message in assistants else answer._replace(message=last) for answer in answers]
-
-
-def _without_empty(rendering: Rendering, trace: Trace) -> Rendering:
-    """Remove empty pieces from a rendered conversation. For each slot, add a guard to the trace that records whether
-    the text of the slot is empty.
-    """
-    for piece in rendering.pieces:
-        if piece.slot is not None:
-            trace.guard("bool", (piece.slot,), expected=bool(piece.text))
-    return Rendering(tuple(piece for piece in rendering.pieces if piece.text))
 
 
 def _texts_of(message: Message) -> tuple[str, ...]:

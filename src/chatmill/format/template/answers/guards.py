@@ -14,7 +14,7 @@ from typing import Any
 from chatmill.errors import RecordError
 from chatmill.format.template.answers.by_origin import RenderTraced
 from chatmill.format.template.answers.by_prefix import header_of
-from chatmill.format.template.tracing.trace import Rendering, TextItem, Trace, common_length, merge_literals
+from chatmill.format.template.tracing.trace import Rendering, TextItem, Trace, common_length
 
 Items = list[TextItem]
 
@@ -28,13 +28,13 @@ def guard_prefixes(
     token: re.Pattern[str],
 ) -> None:
     """Add guards for all conditions that `answers_by_prefix` depends on, or mark the trace as not cacheable."""
-    whole = _items(full)
+    whole = list(full.items)
     usual = ""
 
     @cache
     def rendered(messages: int, prompt: bool) -> Items | None:
         try:
-            return _items(render_traced(messages, prompt))
+            return list(render_traced(messages, prompt).items)
         except RecordError:
             return None
 
@@ -77,10 +77,6 @@ def guard_prefixes(
 def _split_end(items: Items) -> tuple[Items, str]:
     """Split off the literal at the end of `items`, and return the other items and the literal."""
     return (items[:-1], items[-1]) if items and isinstance(items[-1], str) else (items, "")
-
-
-def _items(rendering: Rendering) -> Items:
-    return list(merge_literals(piece.text if piece.slot is None else piece.slot for piece in rendering.pieces))
 
 
 def _guard_prefix(trace: Trace, whole: Items, prefix: Items) -> None:

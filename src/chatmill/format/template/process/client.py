@@ -131,13 +131,16 @@ class TemplateProcess:
         cacheable: bool,
         last_only: bool = False,
         text_tokens: Iterable[str] = (),
+        keep: bool = False,
     ) -> DerivedAnswers:
         """Render a record and find its answers. `texts` is the number of text fields in the record.
 
-        `text_tokens` contains the control tokens, such as `<think>`, that are also recognized in message text.
+        `text_tokens` contains the control tokens, such as `<think>`, that are also recognized in message text. With
+        `keep`, the process keeps the renderings, so that deriving the answers of the first messages of the record is
+        faster, until it derives the answers of another conversation.
         """
         may_hold, seconds = sorted(text_tokens), _seconds(record)
-        request = messages.Derive(template, _sent(record), mask, cacheable, last_only, may_hold, seconds)
+        request = messages.Derive(template, _sent(record), mask, cacheable, last_only, may_hold, seconds, keep)
         response = self._request(request)
         try:
             if not isinstance(response, messages.Derived):

@@ -15,6 +15,7 @@ import msgspec
 from chatmill.errors import DataError, RecordError
 from chatmill.format.template.answers.derive import derive
 from chatmill.format.template.answers.derived import DerivedAnswers
+from chatmill.format.template.answers.renderings import KeptRenderings
 from chatmill.format.template.control_tokens import ControlTokens
 from chatmill.format.template.process import messages
 from chatmill.format.template.process.fork_server import run_server
@@ -37,6 +38,7 @@ class TemplateEngine:
         self.names: list[str] = []
         self.tokens, self.ends = ControlTokens({}), frozenset[str]()
         self.eos: str | None = None
+        self._kept: KeptRenderings | None = None
 
     def __call__(self, frame: bytes) -> bytes:
         """Decode a request and return the encoded response."""
@@ -84,6 +86,12 @@ class TemplateEngine:
         )
 
     def _derive(self, request: messages.Derive, template: ChatTemplate) -> messages.Derived:
+        if request.keep:
+            self._kept = KeptRenderings(request.record, template)
+        elif self._kept and not self._kept.contains(request.record, template):
+            self._kept = None
+        kept = self._kept
+
         def attempt(cacheable: bool) -> DerivedAnswers:
             return derive(
                 request.record,
@@ -95,6 +103,7 @@ class TemplateEngine:
                 last_only=request.last_only,
                 text_tokens=request.text_tokens,
                 eos=self.eos,
+                kept=kept,
             )
 
         try:

@@ -81,6 +81,8 @@ class Derive(msgspec.Struct, tag="derive", frozen=True):
     text_tokens: list[str]
     """The control tokens that message text may contain."""
     seconds: float
+    keep: bool = False
+    """Whether to keep the renderings of the record for requests about its first messages."""
 
 
 Request = OpenTemplates | RenderText | Derive

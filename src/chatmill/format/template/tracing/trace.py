@@ -180,6 +180,11 @@ class Rendering:
     def text(self) -> str:
         return "".join(piece.text for piece in self.pieces)
 
+    @cached_property
+    def items(self) -> tuple[TextItem, ...]:
+        """The text as slots, with the literals between them."""
+        return merge_literals([piece.text if piece.slot is None else piece.slot for piece in self.pieces])
+
     def before(self, stop: int) -> Rendering:
         """Return the rendering up to character `stop`."""
         pieces, size = [], 0
