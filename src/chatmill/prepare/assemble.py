@@ -227,7 +227,7 @@ class _Gather:
         as_bytes(self._origins)[here] = as_bytes(unit.origins).take(rows)
         # Every staged row comes from an input file; padding, which has no input file, is added later.
         numbers = np.array([self._files.setdefault(file, len(self._files)) for file in unit.files], dtype=np.uint32)
-        self._origins["file"][here] = numbers[unit.origins["file"][rows]]
+        self._origins["file"][here] = numbers[unit.file[rows]]
         unit.release()
 
     def rows(self, first_segment: Index) -> Rows:

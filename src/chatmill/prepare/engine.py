@@ -8,10 +8,12 @@ import os
 import signal
 import threading
 import warnings
+from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -22,6 +24,7 @@ from chatmill.format import Renderer
 from chatmill.prepare.assemble import write_shard
 from chatmill.prepare.fresh_process import run_in_fresh_process
 from chatmill.prepare.job import Job
+from chatmill.prepare.select import StagedFile
 from chatmill.prepare.shard_plan import ShardPlan
 from chatmill.prepare.unit import Done, Unit, first_blocks, run_unit
 from chatmill.store.metadata import ShardInfo
@@ -77,14 +80,21 @@ class LocalEngine:
         return self.workers > 1 and threading.active_count() == 1
 
     def write_shards(
-        self, plans: Iterable[ShardPlan], staging: Path, *, vocab_size: int
+        self, plans: Iterable[ShardPlan], staging: Path, *, staged: Sequence[StagedFile], vocab_size: int
     ) -> Generator[ShardInfo, None, None]:
-        """Write the shards of a dataset in parallel, and yield their counts and hashes in order."""
+        """Write the shards of a dataset in parallel, and yield their counts and hashes in order. All plans refer to
+        files in `staged`.
+        """
+        # Send the index of each staged file, because pickling hundreds of file objects for every shard takes longer than
+        # pickling the rest of the plan.
+        number_of = {file: number for number, file in enumerate(staged)}
 
-        def write(plan: ShardPlan) -> ShardInfo:
+        def write(sent: tuple[ShardPlan, array[int]]) -> ShardInfo:
+            plan = replace(sent[0], staged=tuple(staged[number] for number in sent[1]))
             return write_shard(plan, staging / plan.split, vocab_size=vocab_size)
 
-        yield from self.in_order(write, plans, processes=self.workers, most=2 * self.workers)
+        items = ((replace(plan, staged=()), array("L", map(number_of.__getitem__, plan.staged))) for plan in plans)
+        yield from self.in_order(write, items, processes=self.workers, most=2 * self.workers)
 
     def in_order(
         self, work: Callable[[T], R], items: Iterable[T], *, processes: int, most: int | None = None

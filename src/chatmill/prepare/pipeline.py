@@ -295,7 +295,8 @@ def _write(
     elif isinstance(engine, LocalEngine) and engine.writes_shards and _is_large(job, rendered.tokens):
         for name in split_names(job):
             make_folder(staging / name)
-        write = partial(assemble_by_shard, write=partial(engine.write_shards, staging=staging, vocab_size=vocab_size))
+        write_shards = partial(engine.write_shards, staging=staging, staged=staged, vocab_size=vocab_size)
+        write = partial(assemble_by_shard, write=write_shards)
     else:
         write = partial(assemble, vocab_size=vocab_size, staging=staging, on_shard=on_shard)
     selection = choose(staged, job, ledger, build.excluded)

@@ -30,7 +30,7 @@ Numbers = NDArray[np.uint32]
 """Row or file indices, as uint32 to save memory."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StagedFile:
     path: Place
     only_val: bool
@@ -115,7 +115,7 @@ def choose(staged: Sequence[StagedFile], job: Job, ledger: Ledger, excluded: Exc
         elif shuffled is not None:
             val = shuffled[first + unit.record]
         else:
-            val = hash_places(unit.origins["key"][:, 0]) < job.val_share(job.sources[file.source])
+            val = hash_places(unit.key[:, 0]) < job.val_share(job.sources[file.source])
         kept = np.ones(len(unit), dtype=bool)
         if duplicates is not None or file.source in left or excluded_rows is not None:
             begins = record_begins(unit)
@@ -170,7 +170,7 @@ def smallest_shares(staged: Sequence[StagedFile], job: Job) -> tuple[float, floa
         has_rows[before + unit.record] = True
         before += unit.extra["records"]
         if len(unit):
-            places = hash_places(unit.origins["key"][:, 0])
+            places = hash_places(unit.key[:, 0])
             first, last = min(first, places.min()), max(last, places.max())
     by_hash, exact = smallest_hash_share(first, last), smallest_shuffle_share(has_rows, seed=job.seed)
     return None if by_hash is None or exact is None else (by_hash, exact)

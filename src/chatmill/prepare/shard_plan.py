@@ -109,7 +109,7 @@ class _PlannedRows:
 def _unpacked(part: Chosen) -> _PlannedRows:
     unit = part.file.head()
     of, start = np.zeros(len(part.rows), dtype=np.uint32), offsets(np.diff(unit.row_start)[part.rows])
-    return _PlannedRows((part.file,), of, part.rows, None, start, unit.files, unit.origins["file"][part.rows])
+    return _PlannedRows((part.file,), of, part.rows, None, start, unit.files, unit.file[part.rows])
 
 
 def _packed(chosen: Iterable[Chosen], capacity: int) -> Iterator[_PlannedRows]:
@@ -135,7 +135,7 @@ def _packed_window(window: Sequence[Chosen], capacity: int) -> _PlannedRows:
         unit = part.file.head()
         tokens.append(np.diff(unit.row_start)[part.rows].astype(np.int32))
         own = np.array([names.setdefault(file, len(names)) for file in unit.files], dtype=np.uint32)
-        files.append(own[unit.origins["file"][part.rows]])
+        files.append(own[unit.file[part.rows]])
     length = np.concatenate(tokens)
     bins = pack_lengths(length, capacity)
     return _PlannedRows(

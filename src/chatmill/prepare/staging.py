@@ -19,9 +19,9 @@ import uuid
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import reduce
+from functools import cached_property, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from chatmill.errors import DataError
 from chatmill.remote import objects
 from chatmill.remote.urls import Place, Url
-from chatmill.rows import ORIGIN, SPAN, File, Index, Rows, offsets
+from chatmill.rows import ORIGIN, SPAN, File, Index, Rows, Table, offsets
 from chatmill.store import files
 
 MAGIC = b"chatmill rows 6\n"
@@ -63,19 +63,36 @@ class StagedHead:
         self._base = _aligned(PREFIX + size)
         self._places = dict(zip(NAMES, header["arrays"], strict=True))
         self._dtypes = dict(zip(NAMES, (*_HEAD, np.dtype(header["tokens"]), SPAN), strict=True))
-        self.first_span, self.row_start, self.origins, self.record, self.trained = map(self._array, NAMES[:-2])
+        self.first_span, self.row_start, self._origins, self.record, self.trained = map(self._array, NAMES[:-2])
+        self._lines_before = lines_before
         for name, dtype, place in header["columns"]:
             self._places[name], self._dtypes[name] = place, _dtype(dtype)
         self.columns = {name: self._array(name) for name, *_ in header["columns"]}
         """Additional arrays, which only some jobs need."""
-        if lines_before:
-            self.origins = self.origins.copy()
-            self.origins["line"] += lines_before
         self.files = tuple(File(*names) for names in header["files"])
         self.extra: Any = header["extra"]
 
     def __len__(self) -> int:
         return len(self.record)
+
+    @cached_property
+    def origins(self) -> Table:
+        """The origin of each row, with line numbers in the whole input file."""
+        if not self._lines_before:
+            return self._origins
+        origins = self._origins.copy()
+        origins["line"] += self._lines_before
+        return origins
+
+    @property
+    def key(self) -> NDArray[np.uint64]:
+        """The record key of each row."""
+        return cast(NDArray[np.uint64], self._origins["key"])
+
+    @property
+    def file(self) -> NDArray[np.uint32]:
+        """The input file of each row, as an index into `files`."""
+        return cast(NDArray[np.uint32], self._origins["file"])
 
     def _array(self, name: str) -> NDArray[Any]:
         count, start = self._places[name]
