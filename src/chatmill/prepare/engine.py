@@ -85,7 +85,7 @@ class LocalEngine:
         """Write the shards of a dataset in parallel, and yield their counts and hashes in order. All plans refer to
         files in `staged`.
         """
-        # Send the index of each staged file, because pickling hundreds of file objects for every shard takes longer than
+        # Send indices instead of staged files, because pickling hundreds of files for every shard would take longer than
         # pickling the rest of the plan.
         number_of = {file: number for number, file in enumerate(staged)}
 
