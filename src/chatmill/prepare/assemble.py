@@ -168,8 +168,8 @@ def _rows(name: str, chosen: Sequence[Chosen], job: Job, ledger: Ledger) -> Iter
 
 def rows_of(plan: ShardPlan) -> Iterator[Rows]:
     """Yield the rows of a shard in order, in chunks."""
-    if plan.first is not None:
-        yield from _packed(plan, plan.first)
+    if plan.first is not None and plan.sizes is not None:
+        yield from _packed(plan, plan.first, plan.sizes)
         return
     for run in np.split(np.arange(len(plan.of)), np.flatnonzero(np.diff(plan.of)) + 1):
         yield _taken(plan.staged[plan.of[run[0]]].open(), plan.row[run])
@@ -182,12 +182,8 @@ def _taken(unit: Staged, rows: Numbers) -> Rows:
     return unit.rows().take(rows)
 
 
-def _packed(plan: ShardPlan, first: Index) -> Iterator[Rows]:
+def _packed(plan: ShardPlan, first: Index, sizes: NDArray[np.int32]) -> Iterator[Rows]:
     """Yield packed rows in chunks of about `CHUNK_TOKENS` tokens."""
-    sizes = np.empty((2, len(plan.of)), dtype=np.int32)
-    for here in by_file(plan.of):
-        unit, rows = plan.staged[plan.of[here[0]]].head(), plan.row[here]
-        sizes[:, here] = np.diff(unit.row_start)[rows], np.diff(unit.first_span)[rows]
     opened = lru_cache(MAPPED)(StagedFile.open)
     until = offsets(sizes[0])[first[1:]]
     at = 0

@@ -85,7 +85,7 @@ class LocalEngine:
         """Write the shards of a dataset in parallel, and yield their counts and hashes in order. All plans refer to
         files in `staged`.
         """
-        # Send indices instead of staged files, because pickling hundreds of files for every shard would take longer than
+        # Send indices instead of staged files, because pickling hundreds of files for each shard would take longer than
         # pickling the rest of the plan.
         number_of = {file: number for number, file in enumerate(staged)}
 

@@ -34,6 +34,8 @@ class ShardPlan:
     row: Numbers
     first: Index | None
     """First conversation of each packed row, followed by the number of conversations; None without packing."""
+    sizes: NDArray[np.int32] | None
+    """Number of tokens and number of spans of each conversation, as an array of shape (2, n); None without packing."""
     files: Mapping[File, int]
     """The index of each input file within the split."""
     source: str | None = None
@@ -78,12 +80,15 @@ def _cut(batches: Iterable[_PlannedRows], shard_tokens: int) -> Iterator[list[_P
 
 @dataclass(frozen=True)
 class _PlannedRows:
-    """The conversations of consecutive rows; `staged`, `of`, `row` and `first` are the same as in `ShardPlan`."""
+    """The conversations of consecutive rows; `staged`, `of`, `row`, `first` and `sizes` are the same as in
+    `ShardPlan`.
+    """
 
     staged: tuple[StagedFile, ...]
     of: Numbers
     row: Numbers
     first: Index | None
+    sizes: NDArray[np.int32] | None
     start: Index
     """Number of tokens before each row, followed by the total number."""
     names: tuple[File, ...]
@@ -100,6 +105,7 @@ class _PlannedRows:
             of.astype(np.uint32),
             self.row[begin:end],
             None if first is None else first - first[0],
+            None if self.sizes is None else self.sizes[:, begin:end],
             self.start[start : stop + 1],
             self.names,
             self.file[begin:end],
@@ -109,7 +115,7 @@ class _PlannedRows:
 def _unpacked(part: Chosen) -> _PlannedRows:
     unit = part.file.head()
     of, start = np.zeros(len(part.rows), dtype=np.uint32), offsets(np.diff(unit.row_start)[part.rows])
-    return _PlannedRows((part.file,), of, part.rows, None, start, unit.files, unit.file[part.rows])
+    return _PlannedRows((part.file,), of, part.rows, None, None, start, unit.files, unit.file[part.rows])
 
 
 def _packed(chosen: Iterable[Chosen], capacity: int) -> Iterator[_PlannedRows]:
@@ -130,20 +136,22 @@ def _packed(chosen: Iterable[Chosen], capacity: int) -> Iterator[_PlannedRows]:
 
 def _packed_window(window: Sequence[Chosen], capacity: int) -> _PlannedRows:
     names: dict[File, int] = {}
-    tokens, files = list[NDArray[np.int32]](), list[Numbers]()
+    each, files = list[NDArray[np.int64]](), list[Numbers]()
     for part in window:
         unit = part.file.head()
-        tokens.append(np.diff(unit.row_start)[part.rows].astype(np.int32))
+        each.append(np.stack([np.diff(unit.row_start), np.diff(unit.first_span)])[:, part.rows])
         own = np.array([names.setdefault(file, len(names)) for file in unit.files], dtype=np.uint32)
         files.append(own[unit.file[part.rows]])
-    length = np.concatenate(tokens)
-    bins = pack_lengths(length, capacity)
+    sizes = np.concatenate(each, axis=1, dtype=np.int32)
+    bins = pack_lengths(sizes[0], capacity)
+    sizes = sizes[:, bins.order]
     return _PlannedRows(
         tuple(part.file for part in window),
         np.repeat(np.arange(len(window), dtype=np.uint32), [len(part.rows) for part in window])[bins.order],
         np.concatenate([part.rows for part in window])[bins.order],
         bins.first,
-        offsets(np.add.reduceat(length[bins.order], bins.first[:-1], dtype=np.int64)),
+        sizes,
+        offsets(np.add.reduceat(sizes[0], bins.first[:-1], dtype=np.int64)),
         tuple(names),
         np.concatenate(files)[bins.order],
     )
@@ -154,6 +162,7 @@ def _shard(
 ) -> ShardPlan:
     staged: dict[StagedFile, int] = {}
     of, first, files, before = list[Numbers](), list[Index](), dict[File, int](), 0
+    sizes = [batch.sizes for batch in batches if batch.sizes is not None]
     for batch in batches:
         own = np.array([staged.setdefault(file, len(staged)) for file in batch.staged], dtype=np.uint32)
         of.append(own[batch.of])
@@ -172,6 +181,7 @@ def _shard(
         np.concatenate(of),
         np.concatenate([batch.row for batch in batches]),
         np.append(np.concatenate(first), before) if first else None,
+        np.concatenate(sizes, axis=1) if sizes else None,
         files,
         source,
     )
