@@ -37,7 +37,6 @@ from measure import alone, machine, report, versions
 from prepare_peers import PACK, PEERS, hashed
 from render import template_file
 
-from chatmill.format import Renderer
 from chatmill.prepare.engine import LocalEngine
 from chatmill.prepare.job import InputSource, Job
 from chatmill.prepare.pipeline import prepare_dataset
@@ -75,9 +74,11 @@ def job_of(data: Data, template: str | None) -> Job:
     return Job(sources, tokenizer=tokenizer, pack=PACK, format="template", chat_template=str(template_file(template)))
 
 
-def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
-    """Remove the previous dataset and build it again; return the metadata, and the time of the build in seconds."""
-    target = folder / "dataset"
+def ours(job: Job, folder: Path) -> tuple[Metadata, float]:
+    """Remove the previous dataset and build it again with a new renderer; return the metadata, and the time of the
+    build in seconds.
+    """
+    renderer, target = job_renderer(job), folder / "dataset"
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
     gc.collect()
@@ -181,9 +182,9 @@ def our_side(data: Data, template: str | None, folder: Path) -> dict[str, Any]:
     """Build the dataset once; return the time of the build and of the start-up, and the number of tokens and rows."""
     started = time.perf_counter()
     job = job_of(data, template)
-    renderer = job_renderer(job)
+    job_renderer(job)
     start_up = time.perf_counter() - started
-    made, taken = ours(job, renderer, folder)
+    made, taken = ours(job, folder)
     split = made.splits["train"]
     return {"seconds": taken, "start_up": start_up, "tokens": split.num_tokens, "rows": split.num_episodes}
 
@@ -248,10 +249,9 @@ def main() -> None:
         # Builds with ChatML and with the template alternate, so that a temporary slowdown affects both. The last build
         # is compared with the peers.
         jobs = [job_of(data, named) for named in dict.fromkeys([None, template])]
-        renderers = [job_renderer(job) for job in jobs]
 
         def builds() -> list[list[float]]:
-            return [[ours(*each, folder)[1] for each in zip(jobs, renderers, strict=True)] for _ in range(args.runs)]
+            return [[ours(job, folder)[1] for job in jobs] for _ in range(args.runs)]
 
         # chatmill runs before, between and after the peers, so that a temporary slowdown cannot affect all of its runs.
         taken = builds()

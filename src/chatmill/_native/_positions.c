@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "_vector.h"
+
 enum { START, STOP, SIZE, OFFSET, COLUMNS };
 
 /* Read an integer from a buffer that may be unaligned. */
@@ -135,7 +137,6 @@ PyDoc_STRVAR(ids_in_range_doc,
              "Return the positions, as int64, of the ids in a uint32 array with first <= id <= last.");
 
 static PyObject *ids_in_range(PyObject *module, PyObject *args) {
-    enum { BLOCK = 64 };
     (void)module;
     Py_buffer ids;
     unsigned int first, last;
@@ -144,15 +145,17 @@ static PyObject *ids_in_range(PyObject *module, PyObject *args) {
     Found found = {NULL, 0, 0};
     int complete = 1;
     Py_BEGIN_ALLOW_THREADS
-    /* For ids below `first`, the unsigned difference wraps around to a large number. */
-    for (int64_t start = 0; first <= last && complete && start < count; start += BLOCK) {
-        uint32_t block[BLOCK], any = 0;
-        int64_t size = count - start < BLOCK ? count - start : BLOCK;
-        memcpy(block, (const uint8_t *)ids.buf + 4 * start, 4 * size);
-        memset(block + size, 0, 4 * (BLOCK - size));
-        for (int n = 0; n < BLOCK; n++) any |= block[n] - first <= last - first;
-        for (int64_t n = 0; any && complete && n < size; n++)
-            if (block[n] - first <= last - first) complete = add(&found, start + n);
+    const uint8_t *data = ids.buf;
+    int64_t at = 0;
+#if HAS_VECTORS
+    for (; first <= last && complete && at + 64 <= count; at += 64)
+        for (uint64_t bits = integers_between(data + 4 * at, first, last); bits && complete; bits &= bits - 1)
+            complete = add(&found, at + __builtin_ctzll(bits));
+#endif
+    for (; complete && at < count; at++) {
+        uint32_t id;
+        memcpy(&id, data + 4 * at, 4);
+        if (first <= id && id <= last) complete = add(&found, at);
     }
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&ids);
