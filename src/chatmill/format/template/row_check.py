@@ -143,12 +143,16 @@ class RowCheck:
         right: NDArray[np.bool_] = lengths == 0
         waiting = np.flatnonzero(~right)
         for count in range(MAX_TAIL):
-            # Check the answers that start `count` tokens after the last control token of the header.
-            waiting = waiting[answers.start[waiting] > count]
             if not len(waiting):
                 break
-            is_last = ids[answers.start[waiting] - count - 1] == headers[stop[waiting] - 1]
-            at, waiting = waiting[is_last], waiting[~is_last]
+            # Check the answers that start `count` tokens after the last control token of the header.
+            start = answers.start.take(waiting)
+            is_last = (start > count) & (
+                ids.take(start - count - 1, mode="clip") == headers.take(stop.take(waiting) - 1)
+            )
+            at, waiting = waiting.take(np.flatnonzero(is_last)), waiting.take(np.flatnonzero(~is_last))
+            if not len(at):
+                continue
             fits = self._spells(ids, answers.start[at], count, tail_bytes[at])
             for before in range(2, int(lengths[at].max(initial=0)) + 1):
                 place = answers.start[at] - count - before
@@ -185,10 +189,9 @@ class RowCheck:
         return holds
 
     def _goes_on(self, ids: Ids, places: Index, answers: _Answers) -> NDArray[np.bool_]:
-        goes_on = np.zeros(len(answers.start), dtype=bool)
-        ends = places[self._is_end[ids[places]]]
-        which = np.searchsorted(answers.start, ends, side="right") - 1
-        goes_on[which[(which >= 0) & (ends < answers.stop[which] - 1)]] = True
+        ends = np.append(places[self._is_end[ids[places]]], len(ids))
+        first_end = ends[np.searchsorted(ends, answers.start)]
+        goes_on: NDArray[np.bool_] = first_end < answers.stop - 1
         return goes_on
 
     def _ends(self, ids: Ids, answers: _Answers) -> NDArray[np.bool_]:
@@ -212,14 +215,20 @@ class _Answers:
 
 def _answers(rows: Rows) -> _Answers:
     spans = rows.spans
-    of_answer = (spans["role"] == Role.ASSISTANT) & (spans["rule"] == Rule.ROLE)
-    row = np.repeat(np.arange(len(rows)), np.diff(rows.first_span))
-    at = np.flatnonzero(of_answer)
-    same = (np.diff(at) == 1) & (np.diff(row[at]) == 0) & (np.diff(spans["message"][at].astype(np.int64)) == 0)
-    begins = at[np.append(True, ~same)] if len(at) else at
-    ends = at[np.append(~same, True)] if len(at) else at
+    at = np.flatnonzero((spans["role"] == Role.ASSISTANT) & (spans["rule"] == Rule.ROLE))
+    row = np.searchsorted(rows.first_span, at, side="right") - 1
+    message = spans["message"][at]
+    same = (at[1:] == at[:-1] + 1) & (row[1:] == row[:-1]) & (message[1:] == message[:-1])
+    # `take` with indices is faster than a boolean index.
+    cuts = np.flatnonzero(~same) + 1
+    begins, ends = np.append(0, cuts)[: len(at)], np.append(cuts, len(at))[: len(at)] - 1
     start = rows.span_start
-    return _Answers(row[begins], spans["message"][begins].astype(np.int64), start[begins], start[ends + 1])
+    return _Answers(
+        row.take(begins),
+        message.take(begins).astype(np.int64),
+        start.take(at.take(begins)),
+        start.take(at.take(ends) + 1),
+    )
 
 
 def _fault(record: Record, what: str, kind: str) -> RecordError:
