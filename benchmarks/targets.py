@@ -145,10 +145,9 @@ TARGETS = [
         lambda r: r["prepare_template"]["peers"]["trl"]["times"],
         " times",
         1,
-        left="TRL takes about as long as with ChatML, but chatmill takes 1.22 times as long. Before the workers start, "
-        "the template is run for every structure of conversations (24 structures), while nothing else can be done: "
-        "0.4 s of the 2.7 s. For 50,000 conversations, one process then takes 0.25 s to check the rows, 0.22 s to find "
-        "the layouts, and 0.07 s to compute token positions.",
+        left="Before the workers start, the template is run for every structure of conversations (24 structures), "
+        "while nothing else can be done: 0.28 s of the 2.5 s. For 50,000 conversations, one process then takes 0.18 "
+        "s to check the rows, 0.08 s to find the layouts, and 0.05 s to compute token positions.",
     ),
     Target(
         "preparing with a chat template: time relative to ChatML",
@@ -156,9 +155,10 @@ TARGETS = [
         lambda r: r["prepare_template"]["seconds"] / r["prepare_template"]["with_chatml"],
         " times",
         most=True,
-        left="Before the workers start, the template is run for every structure of conversations (24 structures, "
-        "0.2 to 0.4 s). For 50,000 conversations, one process then takes 0.25 s to check the rows, 0.22 s to find the "
-        "layouts, and 0.07 s to compute token positions.",
+        left="Before the workers start, the template is run for every structure of conversations (24 structures): "
+        "0.28 s of the 2.5 s. Each worker then takes 0.13 s to compare cached traces with the template. For 50,000 "
+        "conversations, one process takes 0.18 s to check the rows, 0.08 s to find the layouts, and 0.05 s to "
+        "compute token positions. Runs took 1.22 to 1.37 times as long as with ChatML.",
     ),
     Target("preparing: speed relative to the floor", 0.5, lambda r: r["prepare"]["share_of_bare"]),
     Target(
@@ -187,10 +187,10 @@ TARGETS = [
         left="Measured on another machine, an Intel Xeon with 16 cores: on a file system in memory (`--folder "
         "/dev/shm`), 500,000 conversations take 2.44 s on 16 cores and 10.2 s on two (4.2 times), on disk 2.41 s and "
         "8.92 s (3.7 times). Rendering takes 1.24 s instead of 6.44 s: 16 processes together need a third more "
-        "processor time than two for the same units. Writing takes 1.2 s instead of 3.8 s: 21 shards need two rounds, "
-        "and a shard takes half as long again as with two processes. The work of the main process is serial: it takes "
-        "0.77 s of processor time, 2.7% of the total, and during 0.2 s of it, while it plans the shards and starts the "
-        "writers, the other processes wait.",
+        "processor time than two for the same units. Writing takes 1.2 s instead of 3.8 s: 21 shards need two "
+        "rounds, and a shard takes half as long again as with two processes. The work of the main process is serial: "
+        "it takes 0.77 s of processor time, 2.7% of the total, and during 0.2 s of it, while it plans the shards and "
+        "starts the writers, the other processes wait.",
     ),
     Target("start-up: `chatmill --help`", 0.15, lambda r: r["startup"]["help_s"], " s", most=True),
     Target(
@@ -199,8 +199,8 @@ TARGETS = [
         lambda r: r["startup"]["prepare_s"],
         " s",
         most=True,
-        left="Runs on two other Intel Xeons took 0.53 s and 0.73 s. Python's imports take two thirds of the time: typer and rich a "
-        "quarter of that, numpy a seventh.",
+        left="Runs on two other Intel Xeons took 0.53 s and 0.73 s. Python's imports take two thirds of the time: "
+        "typer and rich a quarter of that, numpy a seventh.",
     ),
     Target(
         "dataset of 20 million episodes: time to open it and read one episode",
@@ -357,8 +357,8 @@ TARGETS = [
         lambda r: r["rollout"]["targets_per_second"],
         "",
         0,
-        left="A target takes 2.3 ms (on another Intel Xeon, 1.4 ms), two thirds of it for encoding the missed objects. "
-        "The floor (decoding an answer, parsing it and encoding the true objects) takes 9.8 ms.",
+        left="A target takes 2.3 ms (on another Intel Xeon, 1.4 ms), two thirds of it for encoding the missed "
+        "objects. The floor (decoding an answer, parsing it and encoding the true objects) takes 9.8 ms.",
     ),
     Target(
         "viewer with a million episodes: time to load the first page",
