@@ -20,7 +20,7 @@ from chatmill.format.template.template import ChatTemplate
 from chatmill.records import Message, Record, ToolCall
 
 PUBLISHED = sorted((Path(__file__).resolve().parents[4] / "shared" / "data" / "templates").glob("*.jinja"))
-FILES = [*(TEMPLATES / f"{name}.jinja" for name in ORIGINALS), *PUBLISHED[::3]]
+FILES = [*(TEMPLATES / f"{name}.jinja" for name in ORIGINALS[::2]), *PUBLISHED[::5]]
 TEXTS = st.sampled_from(
     ["", " ", "\n", "Yes.", " yes \n", "<think>\nhm\n</think>\n\nNo.", "</think>", "<|im_end|>", "[INST] no", "漢字"]
 )
@@ -90,7 +90,7 @@ def test_a_rendering_that_cannot_be_replayed_makes_every_trace_that_uses_it_not_
 
 @pytest.mark.parametrize("name", ["qwen3", "gptoss", "gemma3", "deepseekv3", "llama3"])
 def test_kept_renderings_give_the_same_outcome_for_any_texts(name):
-    @settings(max_examples=15)
+    @settings(max_examples=8)
     @given(messages(), st.booleans())
     def any_texts(all_messages, cacheable):
         check(TEMPLATES / f"{name}.jinja", all_messages, cacheable)
