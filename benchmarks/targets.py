@@ -145,8 +145,8 @@ TARGETS = [
         lambda r: r["prepare_template"]["peers"]["trl"]["times"],
         " times",
         1,
-        left="Two runs on this machine took 2.5 s and 3.0 s (65 and 54 times as fast as TRL), because the machine's speed "
-        "varies; ChatML took 1.9 s and 2.3 s in these runs. Before the workers start, the template is run for every "
+        left="Two runs here took 2.5 s and 3.0 s (65 and 54 times as fast as TRL), because the speed of the machine "
+        "varies; ChatML took 1.9 s and 2.3 s. Before the workers start, the template is run for every "
         "structure of conversations (24 structures), while nothing else can be done: 0.28 s of the 2.5 s. For 50,000 "
         "conversations, one process then takes 0.18 s to check the rows, 0.08 s to find the layouts, and 0.05 s to "
         "compute token positions.",
