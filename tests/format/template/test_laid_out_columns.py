@@ -300,7 +300,17 @@ def test_a_warm_up_derives_the_own_conversation_if_the_first_messages_of_a_long_
     renderer = open_template(str(trl_tokenizer()), chat_template=str(source))
     path = written([{"messages": TALK}, {"messages": [{"role": "user", "content": "no"}, TALK[1], *TALK]}])
     columns = columns_of(path)
-    renderer.warm_up([columns], processes=1)
+    derived = []
+    right = TemplateProcess.derive
+
+    def counted(self, template, record, **options):
+        derived.append(record.messages[0].content)
+        return right(self, template, record, **options)
+
+    renderer.turn_marks(False)
+    with patch.object(TemplateProcess, "derive", counted):
+        renderer.warm_up([columns], processes=1)
+    assert derived == ["no", "Hi"]
     assert len(renderer._cache) == 1
     assert renderer._cache.follow((False, columns.roles[:2].tobytes()), ["Hi", "Hello."]) is not None
 

@@ -84,11 +84,15 @@ def derive_ahead(
     parts = [family[start::splits] for family in families for start in range(min(splits, len(family)))]
     groups = [parts[start::processes] for start in range(min(processes, len(parts)))]
 
-    def derived(own: Future[TemplateProcess], shape: FirstOfShape, part: Family) -> Result | None:
-        is_longest = shape is part[0]
-        for each in [shape] if is_longest else [shape.cut_from(part[0]), shape]:
+    def derived(
+        own: Future[TemplateProcess], shape: FirstOfShape, longest: Future[Result | None] | None, keep: bool
+    ) -> Result | None:
+        # If the longest conversation was rejected, do not cut others from it: the template process may have been killed
+        # because of it, and only a few kills are allowed.
+        known = longest.result() if longest is not None else None
+        for each in [shape] if known is None else [shape.cut_from(known[0]), shape]:
             with suppress(RecordError):
-                return each, derive(each.record, own.result(), is_longest and len(part) > 1)
+                return each, derive(each.record, own.result(), keep)
         return None
 
     with ExitStack() as copies, ExitStack() as pools:
@@ -105,7 +109,10 @@ def derive_ahead(
             pool = ThreadPoolExecutor(1)
             pools.callback(pool.shutdown, cancel_futures=True)
             own = pool.submit(started, number)
-            results.append([pool.submit(derived, own, shape, part) for part in group for shape in part])
+            results.append([])
+            for part in group:
+                longest = pool.submit(derived, own, part[0], None, len(part) > 1)
+                results[-1] += [longest, *(pool.submit(derived, own, shape, longest, False) for shape in part[1:])]
         for result in chain.from_iterable(zip_longest(*results)):
             if result is not None and (each := result.result()) is not None:
                 yield each
