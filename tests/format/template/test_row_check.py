@@ -5,12 +5,14 @@ from functools import cache
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from template_fixtures import TEMPLATES, answer, open_template, trl_tokenizer, user
 
 from chatmill.errors import RecordError
 from chatmill.format import TemplateRenderer
 from chatmill.format.template.answers.derived import DerivedAnswers
-from chatmill.format.template.row_check import RowCheck
+from chatmill.format.template.row_check import RowCheck, _Answers
 from chatmill.records import Record
 
 TALK = Record([user("Which way?"), answer("North."), user("And then?"), answer("West.")], file="talk.jsonl", line=7)
@@ -96,3 +98,16 @@ def test_a_header_of_another_turn_inside_an_answer_is_found_at_any_position():
         ids[at : at + len(header)] = header
         with pytest.raises(RecordError, match=r"talk.jsonl:7: the answer of message [13] "):
             check.check(replace(rows, ids=ids), laid_out, expected, which)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.sets(st.integers(0, 40)))
+def test_an_answer_goes_on_if_an_end_token_comes_before_its_last_token(ids, cuts):
+    check = RowCheck(
+        [[1, 2]], {3}, vocab_size=5, byte_lengths=lambda ids: np.ones(len(ids), np.int32), allow_no_end=True
+    )
+    places = sorted(at for at in cuts if at <= len(ids))
+    answers = list(zip(places[::2], places[1::2], strict=False))
+    start, stop = (np.array([answer[side] for answer in answers], dtype=np.int64) for side in (0, 1))
+    array = np.array(ids, dtype=np.uint32)
+    goes_on = check._goes_on(array, check._places(array), _Answers(start, start, start, stop))
+    assert goes_on.tolist() == [3 in ids[begin : end - 1] for begin, end in answers]
